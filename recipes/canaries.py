@@ -35,7 +35,7 @@ from hf_dpopt import DPConfigError
 from hf_dpopt.audit.bounds import lower_bounds
 from hf_dpopt.report.audits import CANARIES
 from hf_dpopt.report.report import FOLDER, REPORT, add_audit, read_report
-from recipes import clm_options, glue_options, models, running
+from recipes import clm, glue, models, running
 from recipes.canary_losses import labelled_losses, language_losses, load_tokenizer
 from recipes.canary_texts import (
     MARK,
@@ -54,7 +54,7 @@ from recipes.options import Parser
 from recipes.tables import EXTENSIONS, TEXT_EXTENSIONS, Table, check_columns, read_table
 
 COMMANDS = ("make", "score")
-RECIPES = {"clm": clm_options, "glue": glue_options}
+RECIPES = {"clm": clm, "glue": glue}
 FEWEST = 20
 VERSION = 1
 
@@ -133,7 +133,7 @@ def main(argv: list[str]) -> None:
 
 def _make(argv: list[str]) -> None:
     name = next((value for flag, value in zip(argv, argv[1:], strict=False) if flag == "--recipe"), "clm")
-    options = RECIPES.get(name, clm_options)
+    options = RECIPES.get(name, clm)
     classes = (MakeArguments, options.ModelArguments, options.DataTrainingArguments)
     args, model_args, data_args = Parser(classes, allow_abbrev=False).parse_args_into_dataclasses(argv)
     if args.num_canaries < FEWEST or args.num_tokens < 1:
@@ -289,8 +289,8 @@ def _losses(folder: str, secret: Secret) -> Any:
     data_args = RECIPES[secret.recipe].DataTrainingArguments(**secret.flags)
     if secret.recipe == "glue":
         return labelled_losses(folder, secret.rows, data_args)
-    data_args.separator = clm_options.unescaped(data_args.separator)
-    data_args.prompt_template = clm_options.unescaped(data_args.prompt_template)
+    data_args.separator = clm.unescaped(data_args.separator)
+    data_args.prompt_template = clm.unescaped(data_args.prompt_template)
     return language_losses(folder, secret.rows, data_args, marked=secret.is_marked)
 
 

@@ -20,11 +20,10 @@ from transformers import (
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.common.extras import import_extra
-from recipes import glue_options, models
+from recipes import glue, models
 from recipes.canary_texts import MARK, Row
+from recipes.clm import loss_of_records
 from recipes.clm_data import IGNORED, PaddingCollator, choose_block_size, find_kind, tokenize
-from recipes.clm_metrics import loss_of_records
-from recipes.glue import tokenize as tokenize_labelled
 from recipes.glue_data import build
 from recipes.glue_model import load_model
 from recipes.options import ModelArguments
@@ -64,7 +63,7 @@ def language_losses(folder: str, rows: list[Row], data_args: Any, *, marked: boo
 
 def labelled_losses(folder: str, rows: list[Row], data_args: Any) -> np.ndarray:
     """Cross entropy of each canary's label, (M,), in nats."""
-    model_args = glue_options.ModelArguments(model_name_or_path=base_of(folder) or folder, tokenizer_name=folder)
+    model_args = glue.ModelArguments(model_name_or_path=base_of(folder) or folder, tokenizer_name=folder)
     labels = data_args.label_list.split(",")
     data = build(
         {"train": _table(rows)}, text_column=data_args.text_column, text_pair_column=data_args.text_pair_column,
@@ -73,7 +72,7 @@ def labelled_losses(folder: str, rows: list[Row], data_args: Any) -> np.ndarray:
     tokenizer, loaded = load_model(model_args, data)
     model = _adapted(loaded, folder)
     training_args = TrainingArguments(output_dir=folder, report_to="none")  # says which process this is
-    dataset = tokenize_labelled(data, tokenizer, loaded, data_args, training_args)["train"]
+    dataset = glue.tokenize(data, tokenizer, loaded, data_args, training_args)["train"]
     found = _outputs(model, list(dataset), DataCollatorWithPadding(tokenizer))
     return torch.cat([F.cross_entropy(logits, truth, reduction="none") for logits, truth in found]).double().numpy()
 

@@ -12,16 +12,20 @@ The flags are those of Hugging Face's `run_clm.py` and of `DPTrainingArguments`,
 The columns decide what a record is and which of its tokens are learned: `clm_data.py`. Records are padded, never
 packed, so one record is one row of the data (with `--chunk_documents`: one piece of a document, and the report says
 so). A wrong setting or file ends the run with one line and exit status 2, before anything is written;
-HF_DPOPT_DEBUG=1 shows the traceback. Beside this file: `clm_options.py` (flags), `clm_generate.py`, `clm_metrics.py`;
-what `glue.py` needs as well: `options.py`, `sources.py`, `tables.py`, `models.py`, `running.py`.
+HF_DPOPT_DEBUG=1 shows the traceback. Next to this file: `clm_data.py` (records) and `generation.py`; what `glue.py`
+needs as well: `options.py`, `sources.py`, `tables.py`, `models.py`, `running.py`.
+
+B = records, T = tokens, V = vocabulary.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import platform
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +33,16 @@ if __name__ == "__main__":  # run as a script: the repository root is not on the
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     import recipes  # noqa: F401  first of all: it names missing packages and quiets imports
 
+import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainerMixin, DPTrainingArguments
-from recipes import models, processes, running, sources
+from recipes import models, options, processes, running, sources
 from recipes.clm_data import (
+    DEFAULT_BLOCK_SIZE,
+    IGNORED,
     Kind,
     PaddingCollator,
     Pairs,
@@ -44,13 +52,98 @@ from recipes.clm_data import (
     report,
     tokenize,
 )
-from recipes.clm_generate import generate, group_references, most_prompt_tokens
-from recipes.clm_metrics import generation_metrics, loss_of_records, perplexity_metrics
-from recipes.clm_options import DataTrainingArguments, ModelArguments, parse
+from recipes.generation import generate, generation_metrics, group_references, most_prompt_tokens
 from recipes.public_first import SPLIT, learn_public
 from recipes.tables import TEXT_EXTENSIONS, Table
 
 logger = logging.getLogger("recipes.clm")
+
+COUNTS = ("max_train_samples", "max_eval_samples", "max_generate_samples", "num_beams", "max_new_tokens")
+SOURCES = ("model_name_or_path", "dataset_name", "train_file", "validation_file")
+MAX_NEW_TOKENS = 64
+FILES = "csv, tsv, json, jsonl or txt, each optionally .gz, or parquet."
+
+# Batch and learning rate of the embedded job are those of the advisor.
+EMBEDDED: dict[str, Any] = {
+    "target_epsilon": 8.0,
+    "target_delta": 1e-5,
+    "clipping_norm": 1.0,
+    "per_device_train_batch_size": 128,
+    "per_device_eval_batch_size": 128,
+    "num_train_epochs": 1.2,
+    "block_size": 48,
+    "eval_on_start": True,  # the perplexity before private training
+    "logging_steps": 0.25,
+    "save_strategy": "no",
+    "eval_data_privacy": "public",
+    "data_dependent_preprocessing": "none: tokenizer and first weights come from public text",
+}
+
+CHOSEN = {"expected_batch_size": 512, "learning_rate": 2e-3}  # for the same job without privacy, which has no advisor
+
+
+@dataclass
+class ModelArguments(options.ModelArguments):
+    """Which model, and how much of it is trained."""
+
+    dtype: str = field(
+        default="float32",
+        metadata={
+            "help": "Type of the weights. bfloat16 halves their memory and suits LoRA, whose own weights stay float32."
+            " For faster arithmetic on float32 weights: --bf16.",
+            "choices": ["float32", "bfloat16"],
+        },
+    )
+
+
+@dataclass
+class DataTrainingArguments(options.DataArguments):
+    """Which data, what a record is, and which of its tokens are learned."""
+
+    train_file: str | None = field(default=None, metadata={"help": FILES})
+    validation_file: str | None = field(default=None, metadata={"help": f"The same, for evaluation: {FILES}"})
+    overwrite_cache: bool = field(default=False, metadata={"help": "As in run_clm.py; nothing is cached here."})
+    block_size: int | None = field(
+        default=None,
+        metadata={"help": f"Most tokens of a record. Default: what the model takes, at most {DEFAULT_BLOCK_SIZE}."},
+    )
+    prompt_column: str | None = field(
+        default=None, metadata={"help": "Column of the prompts, if it is not recognised; the loss is on the target."}
+    )
+    target_column: str | None = field(default=None, metadata={"help": "Column of the text to learn for a prompt."})
+    prompt_template: str | None = field(
+        default=None,
+        metadata={"help": "How a prompt is made from columns, e.g. '{instruction}\\n{input}'. Default: the column."},
+    )
+    separator: str = field(default="\\n", metadata={"help": "Between prompt and target; \\n is a new line."})
+    messages_column: str | None = field(
+        default=None,
+        metadata={"help": "Column of conversations: lists of {role, content}; the loss is on assistant turns."},
+    )
+    chat_template: str | None = field(
+        default=None,
+        metadata={"help": "plain: the recipe's own, also used for a tokenizer without one. Default: the tokenizer's."},
+    )
+    text_column: str | None = field(
+        default=None, metadata={"help": "Column of plain text; the loss is on all of it. One document is one record."}
+    )
+    chunk_documents: bool = field(
+        default=False,
+        metadata={
+            "help": "Plain text: cut each document into chunks of block_size tokens, each a record of its own. The "
+            "guarantee is then about one chunk, not about a document. Default: a document is cut off at block_size."
+        },
+    )
+    packing: bool = field(default=False, metadata={"help": "Refused: a row that holds several records."})
+    generate: bool = field(
+        default=False,
+        metadata={"help": "Prompts and targets: generate for the prompts of the validation set; BLEU, ROUGE-L, NIST."},
+    )
+    num_beams: int = field(default=1, metadata={"help": "Beams of the search that generates; 1 is greedy."})
+    max_new_tokens: int = field(default=MAX_NEW_TOKENS, metadata={"help": "Most tokens to generate for a prompt."})
+    max_generate_samples: int | None = field(
+        default=None, metadata={"help": "Only the first so many different prompts."}
+    )
 
 
 def main(argv: list[str]) -> None:
@@ -92,6 +185,74 @@ def main(argv: list[str]) -> None:
         lines = summary(trainer, tables, splits, kind, block_size, results, model_args)
         lines += running.closing_lines(training_args, start)
         print(running.result_text(lines) + (f"\n{NEXT_STEPS}" if data_args.embedded else ""))
+
+
+# --- flags -----------------------------------------------------------------------------------------------------------
+
+
+def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTrainingArguments]:
+    """Flags, or one .json file with their values; see `options.read_flags`.
+
+    Raises:
+        DPConfigError: for values that are wrong or do not fit together.
+    """
+    model_args, data_args, training_args, embedded = options.read_flags(
+        argv, (ModelArguments, DataTrainingArguments), sources=SOURCES, embedded_defaults=EMBEDDED, run_name="clm"
+    )
+    if embedded and data_args.non_private:
+        options.fill(training_args, CHOSEN)
+    if data_args.packing:
+        raise DPConfigError(
+            "packing puts several documents into one row. The row would be clipped as one record, so the guarantee "
+            "would be about rows and not about documents, and a document that is spread over rows would be weighed "
+            "several times. Remove --packing; padding is added per batch. To train on all of a long document: "
+            "--chunk_documents, which states the unit it protects."
+        )
+    check_evaluation(data_args, training_args)
+    if data_args.block_size is not None and data_args.block_size < 2:
+        raise DPConfigError(
+            f"block_size={data_args.block_size} leaves nothing to predict. Use 2 or more; 64 to 1024 is usual."
+        )
+    if data_args.chat_template not in (None, "plain"):
+        raise DPConfigError(
+            f"chat_template={data_args.chat_template!r} is unknown. Use plain, or leave it out: the tokenizer's own."
+        )
+    options.check(
+        model_args,
+        data_args,
+        training_args,
+        embedded=embedded,
+        data_flags="--dataset_name <name on the hub>, or --train_file and --validation_file",
+        counts=COUNTS,
+    )
+    data_args.separator = unescaped(data_args.separator)
+    data_args.prompt_template = unescaped(data_args.prompt_template)
+    return model_args, data_args, training_args
+
+
+def check_evaluation(data_args: Any, training_args: DPTrainingArguments) -> None:
+    """What is evaluated and generated, and on whose records.
+
+    Raises:
+        DPConfigError: if an action has nothing to work on, or would show training records.
+    """
+    if training_args.do_predict:
+        raise DPConfigError("do_predict is not there. Use --generate, which writes a text for each prompt.")
+    if data_args.generate and not training_args.do_eval:
+        raise DPConfigError("generate uses the prompts of the validation set. Add --do_eval and --validation_file.")
+    if training_args.do_train and data_args.train_file and data_args.train_file == data_args.validation_file:
+        raise DPConfigError(
+            f"{data_args.train_file} is both train_file and validation_file: the metrics would be exact values of the "
+            "training records. Hold out records for evaluation."
+        )
+
+
+def unescaped(value: str | None) -> str | None:
+    """A shell passes \\n as two characters."""
+    return value and value.replace("\\n", "\n").replace("\\t", "\t")
+
+
+# --- records and model -----------------------------------------------------------------------------------------------
 
 
 def load_tables(
@@ -212,6 +373,56 @@ def train_and_evaluate(
         assert isinstance(kind, Pairs)
         results |= write_generations(trainer, tables["validation"], kind, tokenizer, data_args, training_args)
     return results
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def loss_of_records(logits: Any, labels_BT: torch.Tensor, *, shifted: bool = True) -> torch.Tensor:
+    """Cross entropy summed over each record's target tokens, and how many those are; (B, 2).
+
+    For `Trainer(preprocess_logits_for_metrics=...)`: what is kept of a batch is two numbers per record, no logits.
+
+    Args:
+        shifted: a causal model predicts the label after the one it stands at; a decoder with an encoder that one.
+    """
+    logits_BTV = logits[0] if isinstance(logits, tuple) else logits
+    if shifted:
+        logits_BTV, labels_BT = logits_BTV[:, :-1], labels_BT[:, 1:]
+    losses_BT = F.cross_entropy(
+        logits_BTV.float().flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED, reduction="none"
+    ).view(labels_BT.shape)
+    return torch.stack([losses_BT.sum(1), (labels_BT != IGNORED).sum(1).to(losses_BT.dtype)], dim=1)
+
+
+def perplexity_metrics(p: EvalPrediction) -> dict[str, float]:
+    """Losses (nats per token) and perplexities over an evaluation set, whatever the batches were.
+
+    * ``record_*``: the mean over records of each record's mean over its own tokens: what private training optimises. A
+      short record weighs as much as a long one.
+    * ``token_*``: the mean over all tokens of the set: the perplexity of the corpus, as papers report it.
+
+    Records without a target token are in neither.
+    """
+    sums_B, counts_B = np.asarray(p.predictions, dtype=np.float64).T
+    has_target_B = counts_B > 0
+    if not has_target_B.any():
+        return {}
+    record_loss = float((sums_B[has_target_B] / counts_B[has_target_B]).mean())
+    token_loss = float(sums_B.sum() / counts_B.sum())
+    return {
+        "record_loss": record_loss,
+        "record_perplexity": _exp(record_loss),
+        "token_loss": token_loss,
+        "token_perplexity": _exp(token_loss),
+    }
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
 
 
 def evaluate(trainer: Trainer) -> dict[str, float]:

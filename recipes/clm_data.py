@@ -20,12 +20,12 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from hf_dpopt import DPConfigError
-from recipes.clm_options import DEFAULT_BLOCK_SIZE, DataTrainingArguments
 from recipes.tables import Table, check_columns, columns_in
 
 logger = logging.getLogger(__name__)
 
 IGNORED = -100
+DEFAULT_BLOCK_SIZE = 1024
 PAIR_COLUMNS = (("mr", "ref"), ("prompt", "completion"), ("instruction", "output"))
 MESSAGES, TEXT, ALPACA_INPUT = "messages", "text", "input"
 KINDS = (
@@ -297,7 +297,7 @@ def _answers(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> tuple[
 # --- which kind ------------------------------------------------------------------------------------------------------
 
 
-def find_kind(tables: Mapping[str, Table], args: DataTrainingArguments, user_id_column: str | None = None) -> Kind:
+def find_kind(tables: Mapping[str, Table], args: Any, user_id_column: str | None = None) -> Kind:
     """The kind of data: what the named columns say, else what the columns' names say.
 
     Args:
@@ -331,7 +331,7 @@ def check_rows(kind: Kind, tables: Mapping[str, Table], user_id_column: str | No
             kind.check_row(table, row)
 
 
-def _named_kind(table: Table, args: DataTrainingArguments) -> Kind | None:
+def _named_kind(table: Table, args: Any) -> Kind | None:
     """The kind that the flags name."""
     named = {
         "--prompt_column and --target_column": bool(args.prompt_column or args.target_column or args.prompt_template),
@@ -379,7 +379,7 @@ def recognised_pairs(table: Table, args: NamesPairs) -> list[tuple[str, str]]:
     return [(_template(table, args, prompt), target) for prompt, target in there]
 
 
-def _recognised_kind(table: Table, args: DataTrainingArguments) -> Kind:
+def _recognised_kind(table: Table, args: Any) -> Kind:
     """The one kind whose columns are there."""
     kinds: list[Kind] = [Pairs(*pair, args.separator) for pair in recognised_pairs(table, args)]
     if MESSAGES in table.columns:

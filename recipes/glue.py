@@ -11,18 +11,22 @@ too, with two names changed: `DPTrainer` and `DPTrainingArguments`.
         --target_epsilon 8 --lora_r 8 --start pooled
 
 A wrong setting or file ends the run with one line and exit status 2, before anything is written; HF_DPOPT_DEBUG=1
-shows the traceback. Beside this file: `glue_options.py` (flags), `glue_sources.py` and `glue_data.py` (records),
-`glue_model.py`, `glue_metrics.py`; what `clm.py` needs as well: `options.py`, `sources.py`, `tables.py`, `models.py`,
-`running.py`.
+shows the traceback. Next to this file: `glue_data.py` (columns and labels), `glue_model.py` (the model and its head),
+`warm_start.py` (a head that is trained first); what `clm.py` needs as well: `options.py`, `sources.py`, `tables.py`,
+`models.py`, `running.py`.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
+import platform
 import re
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +35,12 @@ if __name__ == "__main__":  # run as a script: the repository root is not on the
     import recipes  # noqa: F401  first of all: it names missing packages and quiets imports
 
 import numpy as np
+from datasets import DatasetDict
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, mean_squared_error
 from transformers import (
     DataCollatorWithPadding,
+    EvalPrediction,
     PreTrainedTokenizerBase,
     Trainer,
     default_data_collator,
@@ -41,22 +49,119 @@ from transformers import (
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
 from hf_dpopt.huggingface.evaluation import planned_evaluations
-from recipes import processes, running
+from recipes import options, processes, running, sources
 from recipes.frozen import can_train_on_features, feature_splits
-from recipes.glue_data import ClassificationData
-from recipes.glue_metrics import metrics_of
-from recipes.glue_model import is_own, is_pooled, load_model, save_merged
-from recipes.glue_options import DataTrainingArguments, ModelArguments, parse
-from recipes.glue_sources import load_data
+from recipes.glue_data import GLUE_LABELS, ClassificationData, build, read_label_list
+from recipes.glue_model import is_own, load_model, save_merged
 from recipes.models import choose_trained
-from recipes.pooled_start import fill_start, mention_start
-from recipes.prompts import fill
+from recipes.pooled_model import WAYS, is_pooled
+from recipes.prompts import fill, make_prompt
 from recipes.public_first import SPLIT, learn_public
-from recipes.warm_start import warm_start
+from recipes.tables import Table
+from recipes.warm_start import fill_start, mention_start, warm_start
 
 logger = logging.getLogger("recipes.glue")
 
 MERGED = "merged"  # folder of a model whose class is of this repository, with its adapters
+GLUE_ON_THE_HUB = "nyu-mll/glue"
+SOURCES = ("model_name_or_path", "task_name", "dataset_name", "train_file", "validation_file", "test_file")
+
+# The embedded job: some twenty seconds of reading, building and evaluating, the rest is training. Batch and learning
+# rate are those of the advisor; the clip fits records whose gradients are larger than those of pretrained models.
+EMBEDDED: dict[str, Any] = {
+    "target_epsilon": 8.0,
+    "target_delta": 1e-5,
+    "clipping_norm": 10.0,
+    "per_device_train_batch_size": 128,
+    "per_device_eval_batch_size": 256,
+    "num_train_epochs": 3.5,
+    "max_seq_length": 40,
+    "eval_strategy": "steps",
+    "eval_steps": 0.4,
+    "logging_steps": 0.2,
+    "save_strategy": "no",
+    "eval_data_privacy": "public",
+    "data_dependent_preprocessing": "none: the labels are declared, and the tokenizer comes from public text",
+}
+
+CHOSEN = {"expected_batch_size": 1334, "learning_rate": 2.7e-3}  # by the advisor, for the same job without privacy
+
+
+@dataclass
+class ModelArguments(options.ModelArguments):
+    """Which model, and how much of it is trained."""
+
+    ignore_mismatched_sizes: bool = field(
+        default=False, metadata={"help": "Load a model whose head has another number of labels; the head starts anew."}
+    )
+    start: str = field(
+        default="model",
+        metadata={
+            "help": "pooled: a head on pooled states of the last three layers (--pooling cls mean) is trained first, "
+            "with a quarter of target_epsilon (--warm_start_epsilon), and the clip is 0.5; given values stay. "
+            "model: the head that comes with the model, and everything starts together.",
+            "choices": ["model", "pooled"],
+        },
+    )
+    pooling: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Read the mean, the first (cls) or the last token of a layer, or several of them, with a linear "
+            "head in place of the one that comes with the model; 'model' keeps that one. Default: model.",
+            "choices": [*WAYS, "model"],
+        },
+    )
+    pooling_layers: list[int] | None = field(
+        default=None,
+        metadata={"help": "Layers that --pooling reads side by side, such as 4 5 6; default: -1, the last."},
+    )
+    prompt: str | None = field(
+        default=None,
+        metadata={
+            "help": "Classify by the model's own language head: the template, such as '{text} It was {mask}.', or "
+            "auto for that of a GLUE task. Default: a head of its own."
+        },
+    )
+    label_words: list[str] | None = field(
+        default=None,
+        metadata={"help": "With --prompt: a word for the gap for every label, in their order: terrible great."},
+    )
+    warm_start_epsilon: float | None = field(
+        default=None,
+        metadata={
+            "help": "Train the head first, on features of the frozen model, for this part of target_epsilon (about an "
+            "eighth). Takes a forward pass over the data. Default: everything starts together."
+        },
+    )
+
+
+@dataclass
+class DataTrainingArguments(options.DataArguments):
+    """Which data, and how it is read."""
+
+    task_name: str | None = field(default=None, metadata={"help": f"GLUE task: {', '.join(sorted(GLUE_LABELS))}."})
+    max_seq_length: int = field(default=128, metadata={"help": "Longer inputs are cut to so many tokens."})
+    overwrite_cache: bool = field(default=False, metadata={"help": "Tokenize again instead of using the cache."})
+    pad_to_max_length: bool = field(
+        default=False,
+        metadata={"help": "Pad everything to max_seq_length (as run_glue.py does) instead of to the batch."},
+    )
+    max_predict_samples: int | None = field(default=None, metadata={"help": "Only the first so many test records."})
+    test_file: str | None = field(default=None, metadata={"help": "The same, for prediction; labels are not used."})
+    text_column: str | None = field(default=None, metadata={"help": "Column of the text, if it is not recognised."})
+    text_pair_column: str | None = field(default=None, metadata={"help": "Column of the second text of a pair."})
+    label_column: str | None = field(default=None, metadata={"help": "Column of the label, if it is not recognised."})
+    label_list: str | None = field(
+        default=None, metadata={"help": "All labels, public, in the order of their ids: negative,positive."}
+    )
+
+    @property
+    def files(self) -> dict[str, str | None]:
+        return {**super().files, "test": self.test_file}
+
+    @property
+    def embedded(self) -> bool:
+        return super().embedded and not self.task_name
 
 
 def main(argv: list[str]) -> None:
@@ -117,6 +222,142 @@ def main(argv: list[str]) -> None:
         print(summary(trainer, data, splits, results, model_args, data_args, seconds=time.monotonic() - start))
 
 
+# --- flags -----------------------------------------------------------------------------------------------------------
+
+
+def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTrainingArguments]:
+    """Flags, or one .json file with their values; see `options.read_flags`.
+
+    Raises:
+        DPConfigError: for values that are wrong or do not fit together.
+    """
+    model_args, data_args, training_args, embedded = options.read_flags(
+        argv, (ModelArguments, DataTrainingArguments), sources=SOURCES, embedded_defaults=EMBEDDED, run_name="glue"
+    )
+    if embedded and data_args.non_private:
+        options.fill(training_args, CHOSEN)
+    if data_args.task_name is not None:
+        data_args.task_name = data_args.task_name.lower().replace("-", "")
+        if data_args.task_name not in GLUE_LABELS:
+            raise DPConfigError(
+                f"task_name={data_args.task_name!r} is unknown. Use one of: {', '.join(sorted(GLUE_LABELS))}."
+            )
+    if model_args.warm_start_epsilon is not None and data_args.non_private:
+        raise DPConfigError("warm_start_epsilon is for private runs. Leave it or non_private out.")
+    if model_args.warm_start_epsilon is not None and data_args.public_file is not None:
+        raise DPConfigError(
+            "The head is started from public records or by a private run, not by both. Leave public_file or "
+            "warm_start_epsilon out."
+        )
+    if model_args.prompt is None and model_args.label_words:
+        raise DPConfigError("label_words are for the gap of a prompt. Add --prompt, or leave them out.")
+    if model_args.prompt is not None:
+        without = {"pooling": model_args.pooling, "warm_start_epsilon": model_args.warm_start_epsilon}
+        taken = [name for name, value in without.items() if value is not None]
+        if taken or data_args.pad_to_max_length:
+            raise DPConfigError(
+                f"A prompt has no new head, and is padded to the batch. Leave {' and '.join(taken) or '--prompt or '}"
+                f"{'' if taken else 'pad_to_max_length'} out."
+            )
+        if model_args.prompt != "auto":
+            make_prompt(model_args.prompt, model_args.label_words, None, labels=None, is_causal=False)
+    if model_args.pooling_layers and (model_args.pooling or ["model"]) == ["model"]:
+        raise DPConfigError("pooling_layers are what --pooling reads. Add --pooling mean, or leave them out.")
+    for name in ("pooling", "pooling_layers"):
+        given = getattr(model_args, name) or []
+        if len(set(given)) < len(given):
+            raise DPConfigError(f"{name}={given} names one twice. Name each once.")
+    options.check(
+        model_args,
+        data_args,
+        training_args,
+        embedded=embedded,
+        data_flags="--task_name <GLUE task>, --dataset_name <name on the hub>, or --train_file and --validation_file",
+        counts=("max_train_samples", "max_eval_samples", "max_predict_samples", "max_seq_length"),
+    )
+    return model_args, data_args, training_args
+
+
+# --- records ---------------------------------------------------------------------------------------------------------
+
+
+def load_data(
+    model_args: ModelArguments, data_args: DataTrainingArguments, training_args: DPTrainingArguments
+) -> ClassificationData:
+    """Labelled splits, checked: every split a run needs is there and every label is known.
+
+    Raises:
+        DPConfigError: if something is missing or wrong, before anything is written.
+    """
+    if data_args.embedded:
+        data = load_embedded(model_args, training_args)
+    else:
+        is_glue = data_args.task_name is not None and data_args.dataset_name is None
+        tables = sources.load_tables(
+            model_args,
+            data_args,
+            name=GLUE_ON_THE_HUB if is_glue else data_args.dataset_name,
+            config=data_args.task_name if is_glue else data_args.dataset_config_name,
+            training_args=training_args,
+        )
+        tables |= sources.public_table(data_args, training_args)
+        from_hub = not any(data_args.files.values())
+        if from_hub and data_args.task_name is not None and training_args.eval_data_privacy == "undeclared":
+            training_args.eval_data_privacy = "public"  # GLUE's own validation set
+        data = build(
+            tables,
+            task=data_args.task_name,
+            text_column=data_args.text_column,
+            text_pair_column=data_args.text_pair_column,
+            label_column=data_args.label_column,
+            label_list=None if data_args.label_list is None else read_label_list(data_args.label_list),
+            user_id_column=None if data_args.non_private else training_args.user_id_column,
+        )
+        declare_preprocessing(data_args, training_args)
+    names = sources.needed_splits(data.splits, training_args)
+    names += [SPLIT] if SPLIT in data.splits else []
+    return dataclasses.replace(data, splits=DatasetDict({name: data.splits[name] for name in names}))
+
+
+def load_embedded(model_args: ModelArguments, training_args: DPTrainingArguments) -> ClassificationData:
+    """Text of the standard library; also builds the model, if none is named."""
+    from recipes.embedded.build import build as build_model
+    from recipes.embedded.corpus import LABELS, read_corpus
+
+    corpus = read_corpus()
+    folder = Path(training_args.output_dir).parent / f"embedded-model-{corpus.digest}"
+    with training_args.main_process_first(desc="building the embedded model"):
+        model_args.model_name_or_path = str(build_model(folder, corpus))
+    tables = {
+        split: Table(
+            f"Python {platform.python_version()}'s standard library [{split}]",
+            {"text": [text for text, _ in records], "label": [LABELS[label] for _, label in records], "file": files},
+        )
+        for split, records, files in (
+            ("train", corpus.train, corpus.train_files),
+            ("validation", corpus.evaluation, corpus.evaluation_files),
+        )
+    }
+    logger.info(
+        f"Embedded text: {len(corpus.train)} private records, {len(corpus.evaluation)} for evaluation; tokenizer from "
+        f"{len(corpus.public_text)} other, public passages: {folder}"
+    )
+    users = training_args.user_id_column
+    return build(tables, text_column="text", label_column="label", label_list=list(LABELS), user_id_column=users)
+
+
+def declare_preprocessing(data_args: DataTrainingArguments, training_args: DPTrainingArguments) -> None:
+    """For the privacy report: what was fitted on training records before training."""
+    if training_args.data_dependent_preprocessing != "not declared":
+        return
+    labels_are_declared = data_args.label_list is not None or data_args.task_name is not None
+    training_args.data_dependent_preprocessing = (
+        "none: the labels are declared, and each record is tokenized alone"
+        if labels_are_declared
+        else "the list of labels is read from the training records and published with the model; nothing else"
+    )
+
+
 def tokenize(
     data: ClassificationData,
     tokenizer: PreTrainedTokenizerBase,
@@ -162,6 +403,37 @@ def tokenize(
                 desc=f"Tokenizing {split}",
             )
     return tokenized
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+ACCURACY = {"accuracy": accuracy_score}
+ACCURACY_AND_F1 = {**ACCURACY, "f1": lambda true, predicted: f1_score(true, predicted, zero_division=0)}
+OF_TASK: dict[str | None, dict[str, Callable[..., float]]] = {
+    "cola": {"matthews_correlation": matthews_corrcoef},
+    "mrpc": ACCURACY_AND_F1,
+    "qqp": ACCURACY_AND_F1,
+    "stsb": {"pearson": lambda *both: pearsonr(*both)[0], "spearmanr": lambda *both: spearmanr(*both)[0]},
+}
+
+
+def metrics_of(task: str | None, *, is_regression: bool) -> Callable[[EvalPrediction], dict[str, float]]:
+    """What `Trainer(compute_metrics=...)` takes; several values are also averaged, as in run_glue.py.
+
+    Args:
+        task: GLUE task; None for other data, whose metric is the accuracy, or the squared error of a regression.
+    """
+    measures = OF_TASK.get(task, {"mse": mean_squared_error} if is_regression else ACCURACY)
+
+    def compute_metrics(p: EvalPrediction) -> dict[str, float]:
+        logits = p.predictions[0] if isinstance(p.predictions, tuple) else p.predictions
+        predictions = np.squeeze(logits, axis=-1) if is_regression else np.argmax(logits, axis=-1)
+        result = {name: float(measure(p.label_ids, predictions)) for name, measure in measures.items()}
+        if len(result) > 1:
+            result["combined_score"] = float(np.mean(list(result.values())))
+        return result
+
+    return compute_metrics
 
 
 def evaluation_splits(splits: dict[str, Any]) -> dict[str, Any]:

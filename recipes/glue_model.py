@@ -19,11 +19,10 @@ from transformers import (
 from hf_dpopt import DPConfigError
 from recipes import models
 from recipes.glue_data import ClassificationData
-from recipes.glue_options import ModelArguments
-from recipes.pooled_model import PooledConfig, PooledForSequenceClassification
-from recipes.pooled_start import fill_pooling
-from recipes.prompt_model import PromptConfig, PromptForSequenceClassification
+from recipes.pooled_model import PooledConfig, PooledForSequenceClassification, is_pooled
+from recipes.prompt_model import PromptConfig, PromptForSequenceClassification, is_prompted
 from recipes.prompts import Prompt, make_prompt, word_ids
+from recipes.warm_start import fill_pooling
 
 # here what was saved is read by the code of this repository, and needs no trust
 for _config, _model in (
@@ -34,9 +33,7 @@ for _config, _model in (
     AutoModelForSequenceClassification.register(_config, _model)
 
 
-def load_model(
-    model_args: ModelArguments, data: ClassificationData
-) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+def load_model(model_args: Any, data: ClassificationData) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     """Tokenizer and model from a folder or the hub, with a head for the labels."""
     config = models.load_config(model_args)
     own_labels = dict(config.label2id or {})
@@ -63,7 +60,7 @@ def load_model(
     return tokenizer, model
 
 
-def load_pooled(model_args: ModelArguments, config: Any, pooling: list[str]) -> PooledForSequenceClassification:
+def load_pooled(model_args: Any, config: Any, pooling: list[str]) -> PooledForSequenceClassification:
     """Load a model that reads pooled states: one that was saved as such, or an encoder with a new head.
 
     Raises:
@@ -97,7 +94,7 @@ def load_pooled(model_args: ModelArguments, config: Any, pooling: list[str]) -> 
 
 
 def load_prompted(
-    model_args: ModelArguments, config: Any, tokenizer: PreTrainedTokenizerBase, data: ClassificationData
+    model_args: Any, config: Any, tokenizer: PreTrainedTokenizerBase, data: ClassificationData
 ) -> PromptForSequenceClassification:
     """Load a language model that classifies by label words, or one that was saved as such.
 
@@ -129,7 +126,7 @@ def load_prompted(
 
 
 def _load_saved_prompt(
-    model_args: ModelArguments,
+    model_args: Any,
     config: Any,
     tokenizer: PreTrainedTokenizerBase,
     data: ClassificationData,
@@ -162,7 +159,7 @@ def _words_by_id(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Any
     return [ids[i] for i in sorted(ids)]
 
 
-def _load_language_model(model_args: ModelArguments, config: Any, *, is_causal: bool) -> PreTrainedModel:
+def _load_language_model(model_args: Any, config: Any, *, is_causal: bool) -> PreTrainedModel:
     """Load a model with the language head that it was pretrained with.
 
     Raises:
@@ -179,11 +176,6 @@ def _load_language_model(model_args: ModelArguments, config: Any, *, is_causal: 
     return lm
 
 
-def is_prompted(config: Any) -> bool:
-    """Whether a configuration was saved with a model that classifies by label words."""
-    return config.model_type == PromptConfig.model_type
-
-
 def save_merged(model: Any, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Save a model of one of this repository's classes with its adapters merged in, so that it loads by itself.
 
@@ -193,11 +185,6 @@ def save_merged(model: Any, folder: Path, tokenizer: PreTrainedTokenizerBase) ->
     merged = copy.deepcopy(model).merge_and_unload()
     merged.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def is_pooled(config: Any) -> bool:
-    """Whether a configuration was saved with a model that reads pooled states."""
-    return config.model_type == PooledConfig.model_type
 
 
 def is_own(config: Any) -> bool:

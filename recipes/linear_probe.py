@@ -33,7 +33,6 @@ from transformers import DataCollatorWithPadding, EvalPrediction, set_seed
 from hf_dpopt import DPConfigError
 from hf_dpopt.convex import (
     MAX_NOISE_RADII,
-    HeadConfig,
     HeadPlan,
     HeadRun,
     HeadTrainingArguments,
@@ -50,11 +49,16 @@ from hf_dpopt.convex import (
     recorded_head_plan,
 )
 from recipes import options, running
-from recipes.glue import evaluation_splits, tokenize
-from recipes.glue_metrics import metrics_of
+from recipes.glue import (
+    SOURCES,
+    DataTrainingArguments,
+    ModelArguments,
+    evaluation_splits,
+    load_data,
+    metrics_of,
+    tokenize,
+)
 from recipes.glue_model import load_model
-from recipes.glue_options import SOURCES, DataTrainingArguments, ModelArguments
-from recipes.glue_sources import load_data
 from recipes.public_first import SPLIT
 
 logger = logging.getLogger("recipes.linear_probe")
@@ -70,6 +74,14 @@ EMBEDDED: dict[str, Any] = {
     "max_seq_length": 40,
     "eval_data_privacy": "public",
     "data_dependent_preprocessing": "none: the labels are declared, and the tokenizer comes from public text",
+}
+
+DECLARED = ("eval_data_privacy", "data_dependent_preprocessing")
+OF_GLUE = {  # flag -> what to do instead
+    "non_private": "Use --noise_multiplier 0, which runs without noise.",
+    "push_to_hub": "Load the model from output_dir, and push that.",
+    "label_smoothing_factor": "Leave it out.",
+    "do_predict": "Load the model from output_dir, in a pipeline.",
 }
 
 
@@ -90,7 +102,8 @@ def main(argv: list[str]) -> None:
     splits = tokenize(data, tokenizer, model, data_args, training_args)
     config = training_args.head_config(len(splits["train"]), has_bias=head_takes_bias(model))
     recorded = recorded_head_plan(training_args.output_dir, training_args.private_state_dir)
-    plan = plan_of(config, len(splits["train"]), recorded)
+    make_plan: Any = make_subspace_plan if isinstance(config, SubspaceHeadConfig) else make_head_plan
+    plan = make_plan(config, num_examples=len(splits["train"]), recorded=recorded)
     logger.info(announcement(plan))
     if isinstance(plan, HeadPlan):
         warn_of_large_noise(plan, len(data.labels) * (head.in_features + head_takes_bias(model)))
@@ -100,22 +113,14 @@ def main(argv: list[str]) -> None:
         output_dir=training_args.output_dir,
         private_state_dir=training_args.private_state_dir,
         noise_rng=training_args.noise_rng,
-        declared={
-            "eval_data_privacy": training_args.eval_data_privacy,
-            "data_dependent_preprocessing": training_args.data_dependent_preprocessing,
-        },
+        declared={name: getattr(training_args, name) for name in DECLARED},
     )
     collate = DataCollatorWithPadding(tokenizer)
+    progress = None if training_args.disable_tqdm else "features"
 
     def records_of(split: Any, cache: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
-        features = compute_features(
-            model,
-            split.remove_columns("label"),
-            collate,
-            batch_size=training_args.per_device_train_batch_size,
-            cache=cache,
-            progress=None if training_args.disable_tqdm else "features",
-        )
+        inputs, batch_size = split.remove_columns("label"), training_args.per_device_train_batch_size
+        features = compute_features(model, inputs, collate, batch_size=batch_size, cache=cache, progress=progress)
         return clip_features(features, config.feature_norm, config.bias_feature), torch.tensor(split["label"])
 
     weights = run.train(
@@ -147,19 +152,13 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, HeadT
     assert isinstance(training_args, HeadTrainingArguments)
     running.check_evaluates_exactly(training_args)
     in_subspace = training_args.preconditioner == "subspace"
-    taken = {"warm_start_epsilon": model_args.warm_start_epsilon}
-    taken |= {} if in_subspace else {"public_file": data_args.public_file}
-    taken |= {"prompt": model_args.prompt, "label_words": model_args.label_words}
-    if named := [name for name, value in taken.items() if value is not None]:
+    alone = ("warm_start_epsilon", "prompt", "label_words", *(() if in_subspace else ("public_file",)))
+    given = vars(model_args) | vars(data_args) | vars(training_args)
+    if named := [name for name in alone if given[name] is not None]:
         raise DPConfigError(f"{' and '.join(named)}: for glue.py alone. Leave out what is named.")
-    if data_args.non_private:
-        raise DPConfigError("non_private is a flag of glue.py. Use --noise_multiplier 0, which runs without noise.")
-    if training_args.push_to_hub:
-        raise DPConfigError("push_to_hub is a flag of glue.py. Load the model from output_dir, and push that.")
-    if training_args.label_smoothing_factor:
-        raise DPConfigError("label_smoothing_factor is a flag of glue.py. Leave it out.")
-    if training_args.do_predict:
-        raise DPConfigError("do_predict is a flag of glue.py. Load the model from output_dir, in a pipeline.")
+    for name, fix in OF_GLUE.items():
+        if given[name]:
+            raise DPConfigError(f"{name} is a flag of glue.py. {fix}")
     if not training_args.do_train:
         raise DPConfigError(
             "Without do_train there is nothing to do. Evaluate a trained model with glue.py --do_eval."
@@ -192,13 +191,6 @@ def check_public_of_subspace(data_args: DataTrainingArguments) -> None:
             "public_learning_rate and public_epochs are for ordinary training on public records, by glue.py. Leave "
             "them out."
         )
-
-
-def plan_of(config: HeadConfig, num_examples: int, recorded: dict[str, Any] | None) -> HeadPlan | SubspaceHeadPlan:
-    """The plan of a config: last iterate, or composition in a public subspace."""
-    if isinstance(config, SubspaceHeadConfig):
-        return make_subspace_plan(config, num_examples=num_examples, recorded=recorded)
-    return make_head_plan(config, num_examples=num_examples, recorded=recorded)
 
 
 def announcement(plan: HeadPlan | SubspaceHeadPlan) -> str:

@@ -60,6 +60,11 @@ class PooledConfig(PreTrainedConfig):
         return getattr(self.encoder_config, "max_position_embeddings", None)
 
 
+def is_pooled(config: Any) -> bool:
+    """Whether a configuration was saved with a model that reads pooled states."""
+    return config.model_type == PooledConfig.model_type
+
+
 def pool(states_BTD: torch.Tensor, mask_BT: torch.Tensor, way: str) -> torch.Tensor:
     """One state per record, (B, D); padding has no part in it, on whichever side it stands."""
     if way == "mean":

@@ -53,6 +53,11 @@ class PromptConfig(PreTrainedConfig):
         return getattr(self.lm_config, "max_position_embeddings", None)
 
 
+def is_prompted(config: Any) -> bool:
+    """Whether a configuration was saved with a model that classifies by label words."""
+    return config.model_type == PromptConfig.model_type
+
+
 class PromptForSequenceClassification(PreTrainedModel):
     """Label words in the gap of a template, by the language head of a masked or causal model.
 

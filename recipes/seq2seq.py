@@ -7,8 +7,8 @@ The flags are those of Hugging Face's sequence-to-sequence examples and of `DPTr
         --train_file trainset.csv --validation_file devset.csv --prompt_column mr --target_column ref --generate
 
 A record is one row: a source with its target, each cut to its length, padded and never packed. A wrong setting or file
-ends the run with one line and exit status 2, before anything is written; HF_DPOPT_DEBUG=1 shows the traceback. Beside
-this file: `seq2seq_options.py` (flags), `seq2seq_data.py`; the rest is shared with `clm.py`.
+ends the run with one line and exit status 2, before anything is written; HF_DPOPT_DEBUG=1 shows the traceback. What is
+not here is shared with `clm.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import functools
 import logging
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # run as a script: the repository root is not on the path then
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -32,18 +35,49 @@ from transformers import (
     Seq2SeqTrainer,
 )
 
-from hf_dpopt import DPConfigError, DPSeq2SeqTrainer
-from recipes import clm, models, processes, running, sources
-from recipes.clm_data import choose_block_size
-from recipes.clm_generate import most_prompt_tokens
-from recipes.clm_metrics import loss_of_records, perplexity_metrics
-from recipes.clm_options import ModelArguments
+from hf_dpopt import DPConfigError, DPSeq2SeqTrainer, DPSeq2SeqTrainingArguments
+from recipes import clm, models, options, processes, running, sources
+from recipes.clm import ModelArguments, loss_of_records, perplexity_metrics
+from recipes.clm_data import (
+    IGNORED,
+    Pairs,
+    Record,
+    check_rows,
+    choose_block_size,
+    named_pair,
+    recognised_pairs,
+)
+from recipes.generation import most_prompt_tokens
 from recipes.public_first import SPLIT, learn_public
-from recipes.seq2seq_data import find_pairs
-from recipes.seq2seq_options import parse
-from recipes.tables import TEXT_EXTENSIONS
+from recipes.tables import TEXT_EXTENSIONS, Table, columns_in
 
 logger = logging.getLogger("recipes.seq2seq")
+
+FLAGS = "--model_name_or_path t5-small --train_file train.csv --validation_file dev.csv --target_epsilon 8"
+
+
+@dataclass
+class DataTrainingArguments(options.DataArguments):
+    """Which data, and how much of each record."""
+
+    train_file: str | None = field(default=None, metadata={"help": clm.FILES})
+    validation_file: str | None = field(default=None, metadata={"help": f"The same, for evaluation: {clm.FILES}"})
+    prompt_column: str | None = field(default=None, metadata={"help": "Column of the sources, if not recognised."})
+    target_column: str | None = field(default=None, metadata={"help": "Column of the text to learn for a source."})
+    prompt_template: str | None = field(
+        default=None,
+        metadata={"help": "How a source is made from columns, e.g. 'summarize: {article}'. Default: the column."},
+    )
+    max_source_length: int = field(default=1024, metadata={"help": "Most tokens of a source; the rest is cut."})
+    max_target_length: int = field(default=128, metadata={"help": "Most tokens of a target; the rest is cut."})
+    generate: bool = field(
+        default=False, metadata={"help": "Generate for the sources of the validation set; BLEU, ROUGE-L, NIST."}
+    )
+    num_beams: int = field(default=1, metadata={"help": "Beams of the search that generates; 1 is greedy."})
+    max_new_tokens: int = field(default=clm.MAX_NEW_TOKENS, metadata={"help": "Most tokens to generate for a source."})
+    max_generate_samples: int | None = field(
+        default=None, metadata={"help": "Only the first so many different sources."}
+    )
 
 
 def main(argv: list[str]) -> None:
@@ -84,6 +118,33 @@ def main(argv: list[str]) -> None:
         print(running.result_text(lines + running.closing_lines(training_args, start)))
 
 
+def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPSeq2SeqTrainingArguments]:
+    """Flags, or one .json file with their values; see `options.read_flags`.
+
+    Raises:
+        DPConfigError: for values that are wrong or do not fit together.
+    """
+    model_args, data_args, training_args, embedded = options.read_flags(
+        argv, (ModelArguments, DataTrainingArguments), sources=clm.SOURCES, embedded_defaults={},
+        run_name="seq2seq", training_class=DPSeq2SeqTrainingArguments,
+    )  # fmt: skip
+    if embedded:
+        raise DPConfigError(f"Neither a model nor data is named, and this recipe brings none. For example: {FLAGS}")
+    if training_args.predict_with_generate:
+        raise DPConfigError(
+            "predict_with_generate scores a batch against one reference each. Use --generate: it makes one text for "
+            "each different source and scores it against all of its references."
+        )
+    clm.check_evaluation(data_args, training_args)
+    data_args.prompt_template = clm.unescaped(data_args.prompt_template)
+    options.check(
+        model_args, data_args, training_args, embedded=False,
+        data_flags="--dataset_name <name on the hub>, or --train_file and --validation_file",
+        counts=(*clm.COUNTS, "max_source_length", "max_target_length"),
+    )  # fmt: skip
+    return model_args, data_args, training_args  # type: ignore[return-value]
+
+
 def load_model(model_args: ModelArguments) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     """Tokenizer and model from a folder or the hub.
 
@@ -104,6 +165,84 @@ def load_model(model_args: ModelArguments) -> tuple[PreTrainedTokenizerBase, Pre
         )
     dtype = getattr(torch, model_args.dtype)
     return tokenizer, models.load_weights(AutoModelForSeq2SeqLM, model_args, config, dtype=dtype)
+
+
+# --- records ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SourceRecord(Record):
+    """Tokens of a source, `input_ids`, and of its target, `labels`."""
+
+    @property
+    def has_target(self) -> bool:
+        return any(label != IGNORED for label in self.labels)
+
+
+@dataclass(frozen=True)
+class SourceTarget(Pairs):
+    """The encoder reads the source and an end token; the loss is on the target and its end token.
+
+    Args:
+        max_source_length: tokens, the end included; of a longer source the beginning is kept.
+    """
+
+    max_source_length: int
+
+    def unit(self, block_size: int) -> str:
+        source = f"a source of at most {self.max_source_length} tokens"
+        return f"one row: {source} with its target of at most {block_size} tokens"
+
+    def prompt_ids(self, prompts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        """Tokens of the sources."""
+        rows = _with_end(tokenizer(prompts, verbose=False)["input_ids"], tokenizer)
+        return [_cut(row, self.max_source_length) for row in rows]
+
+    def records(
+        self, rows: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, block_size: int
+    ) -> Iterator[Record]:
+        """Source and target of every row; `block_size` is the most tokens of a target."""
+        sources = _with_end(tokenizer(self.prompts(rows), verbose=False)["input_ids"], tokenizer)
+        targets = _with_end(tokenizer(text_target=list(rows[self.target]), verbose=False)["input_ids"], tokenizer)
+        for source, target in zip(sources, targets, strict=True):
+            is_cut = len(source) > self.max_source_length or len(target) > block_size
+            yield SourceRecord(_cut(source, self.max_source_length), target[:block_size], is_cut)
+
+
+def _with_end(rows: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Tokens with the special ones of the model, and an end where its tokenizer adds none."""
+    end = tokenizer.eos_token_id
+    return [row if row[-1:] == [end] else [*row, end] for row in rows]
+
+
+def _cut(row: list[int], most: int) -> list[int]:
+    """The beginning of a source, with its end token."""
+    return row if len(row) <= most else [*row[: most - 1], row[-1]]
+
+
+def find_pairs(
+    tables: Mapping[str, Table], args: DataTrainingArguments, user_id_column: str | None = None
+) -> SourceTarget:
+    """Sources and targets: the named columns, else those whose names say it.
+
+    Args:
+        user_id_column: of the training table.
+
+    Raises:
+        DPConfigError: if columns are missing, if none or several fit, or if a row does not.
+    """
+    first = next(iter(tables.values()))
+    named = named_pair(first, args)
+    pairs = recognised_pairs(first, args) if named is None else [named]
+    if len(pairs) != 1:
+        raise DPConfigError(
+            f"{first.name}: {'no' if not pairs else 'more than one'} source and target recognised among the columns "
+            f"{columns_in(first)}. Name them with --prompt_column and --target_column."
+        )
+    (template, target), *_ = pairs
+    kind = SourceTarget(template, target, separator="", max_source_length=args.max_source_length)
+    check_rows(kind, tables, user_id_column)
+    return kind
 
 
 def run(argv: list[str]) -> int:

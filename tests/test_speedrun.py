@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.glue_options import parse
+from recipes.glue import parse
 
 _FILE = Path(__file__).parents[1] / "benchmarks" / "speedrun.py"
 _SPEC = importlib.util.spec_from_file_location("speedrun", _FILE)

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes import clm
-from recipes.clm_options import parse
+from recipes.clm import parse
 from recipes.embedded import build, corpus
 from recipes.embedded.corpus import Corpus
 from tests.recipes.texts import CHATS, DOCUMENTS, PAIRS, POSITIONS, words

@@ -11,6 +11,7 @@ import pytest
 from transformers import GPT2Tokenizer, PreTrainedTokenizerBase
 
 from hf_dpopt import DPConfigError
+from recipes.clm import DataTrainingArguments
 from recipes.clm_data import (
     IGNORED,
     Chat,
@@ -23,11 +24,10 @@ from recipes.clm_data import (
     report,
     tokenize,
 )
-from recipes.clm_generate import group_references, pad
-from recipes.clm_options import DataTrainingArguments
 from recipes.embedded.build import END, make_gpt2_tokenizer
-from recipes.seq2seq_data import find_pairs
-from recipes.seq2seq_options import DataTrainingArguments as Seq2SeqArguments
+from recipes.generation import group_references, pad
+from recipes.seq2seq import DataTrainingArguments as Seq2SeqArguments
+from recipes.seq2seq import find_pairs
 from recipes.tables import TEXT_EXTENSIONS, Table, read_table
 
 CHATML = (

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import EvalPrediction
 
-from recipes.clm_metrics import generation_metrics, loss_of_records, nist, perplexity_metrics
+from recipes.clm import loss_of_records, perplexity_metrics
+from recipes.generation import generation_metrics, nist
 
 
 def test_nist_by_hand() -> None:

@@ -13,8 +13,8 @@ from transformers import RobertaConfig, RobertaForSequenceClassification
 
 from hf_dpopt import DPConfigError
 from recipes import glue, sources
+from recipes.glue import parse
 from recipes.glue_model import label_order
-from recipes.glue_options import parse
 from recipes.models import set_dropout
 from tests.recipes.conftest import save_roberta
 from tests.recipes.texts import words

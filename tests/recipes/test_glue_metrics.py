@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from transformers import EvalPrediction
 
-from recipes.glue_metrics import metrics_of
+from recipes.glue import metrics_of
 
 PREDICTED, TRUE = np.array([1, 1, 1, 0, 0, 0, 0, 1]), np.array([1, 1, 0, 0, 0, 0, 1, 1])
 ACCURACY, F1 = {"accuracy": 0.75}, {"f1": 0.75}  # 3 of 4 that are 1 are found, and 3 of 4 that were found are 1

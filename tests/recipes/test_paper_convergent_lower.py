@@ -19,7 +19,7 @@ from recipes.paper.convergent.lower_bound import (
     last_iterate_lower_epsilon,
     last_iterate_lower_epsilons,
 )
-from recipes.paper.convergent.lower_bound_plot import HEAD, plot_head
+from recipes.paper.convergent.lower_bound_plot import HEAD, head_bounds, plot
 from tests.reference import random_walk
 
 pytestmark = pytest.mark.slow
@@ -167,11 +167,13 @@ def test_refusals():
 # --- the plot --------------------------------------------------------------------------------------------------------
 
 
-def test_the_plot_shows_both_bounds_of_a_head(tmp_path: Path) -> None:
+def test_both_bounds_of_a_head_are_drawn(tmp_path: Path) -> None:
     plan = make_head_plan(
         HeadConfig(**{**HEAD, "target_epsilon": None, "noise_multiplier": 4.0, "num_steps": 20_000}),
         num_examples=67_349,
     )
-    assert {path.name for path in plot_head(plan, tmp_path)} == {"head.png", "head.svg"}
-    text = (tmp_path / "head.svg").read_text()
-    assert "<!-- upper / lower bound -->" in text and "<!-- steps beyond are free -->" in text
+    found = head_bounds(plan)
+    assert 20_000 in found["steps"] and found["free_after"] < found["steps"][-1]
+    assert all(up >= low for up, low in zip(found["upper"], found["lower"], strict=True))
+    plot(found, tmp_path / "head.png")
+    assert (tmp_path / "head.png").stat().st_size > 10_000

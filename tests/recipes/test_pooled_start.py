@@ -10,9 +10,9 @@ import pytest
 
 from hf_dpopt import DPConfigError
 from recipes import glue
-from recipes.glue_options import parse
+from recipes.glue import parse
 from recipes.pooled_model import PooledConfig
-from recipes.pooled_start import fill_pooling, fill_start, mention_start
+from recipes.warm_start import fill_pooling, fill_start, mention_start
 
 FLAGS = {"--model_name_or_path": "some/model", "--task_name": "sst2", "--target_epsilon": "8", "--lora_r": "8",
          "--start": "pooled", "--use_cpu": "true", "--report_to": "none"}  # fmt: skip

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, BertCon
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_dpopt import DPConfigError
+from recipes.glue import ModelArguments
 from recipes.glue_model import load_pooled, save_merged
-from recipes.glue_options import ModelArguments
 from recipes.pooled_model import FEATURE_NORM, PooledConfig, PooledForSequenceClassification, pool
 
 STATES_BTD = torch.tensor([[[1.0, 2.0], [3.0, 4.0], [100.0, 100.0]], [[5.0, 6.0], [7.0, 8.0], [9.0, 10.0]]])

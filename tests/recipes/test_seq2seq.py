@@ -14,7 +14,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig, BartF
 from hf_dpopt import DPConfigError
 from recipes import clm, seq2seq
 from recipes.clm_data import tokenize
-from recipes.seq2seq_data import SourceTarget
+from recipes.seq2seq import SourceTarget
 from recipes.tables import Table
 from tests.recipes.texts import PAIRS, words
 
