@@ -5,7 +5,7 @@ The data are public, so nothing has to be kept. B = records of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +17,9 @@ from hf_dpopt.common.types import ClippedSums, Released
 from hf_dpopt.noise import NoiseMechanism, make_noise_source
 from hf_dpopt.noise.level import MechanismLevel
 from hf_dpopt.plan.plan import PrivacyPlan
+from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.preclip import Identity, queries
+from hf_dpopt.run.step import write_gradients
 
 Scales = Sequence[Scale | None]
 
@@ -36,6 +38,16 @@ def seeded_keys(seed: int) -> tuple[bytes, bytes]:
     return rng.bytes(32), rng.bytes(32)
 
 
+def query_noise(epsilon: float) -> float:
+    """Noise multiplier of a query before the first step: the smaller the budget, the more noise."""
+    return 5.0 if epsilon > 4 else 10.0
+
+
+def falling(num_steps: int) -> list[float]:
+    """Learning rates relative to the first: down to a twentieth."""
+    return np.linspace(1.0, 0.05, num_steps).tolist()
+
+
 class PrivateSteps:
     """Releases of one run, step after step.
 
@@ -49,6 +61,7 @@ class PrivateSteps:
 
     Attributes:
         before: mean of the latest step before its noise; secret, unless the data are public.
+        released: what the latest step released.
         steps_done: steps so far.
         stddev: of the noise in a coordinate of the mean.
     """
@@ -67,7 +80,8 @@ class PrivateSteps:
         mechanism = plan.mechanism if mechanism is None else mechanism
         sensitivity = plan.sensitivity if sensitivity is None else sensitivity
         self._noise = mechanism.stream(make_noise_source("fast", noise_key), sensitivity, first_step=1)
-        self._batch, self.steps_done, self.before = plan.config.expected_batch_size, 0, ClippedSums({})
+        self._batch, self.steps_done = plan.config.expected_batch_size, 0
+        self.before, self.released = ClippedSums({}), Released({})
         self.stddev = self._noise.draw_stddev / self._batch
         self.level = MechanismLevel(
             mechanism, stddev=self.stddev, num_steps=plan.num_steps, steps_done=lambda: self.steps_done
@@ -81,7 +95,9 @@ class PrivateSteps:
         self.before = ClippedSums({name: total / self._batch for name, total in sums.items()})
         self._noise.add_(sums, step)
         self.steps_done = step
-        return self.preconditioner.receive(Released({name: total.div_(self._batch) for name, total in sums.items()}))
+        mean = Released({name: total.div_(self._batch) for name, total in sums.items()})
+        self.released = self.preconditioner.receive(mean)
+        return self.released
 
 
 Part = tuple[Callable[[], torch.Tensor], int]  # makes the losses of some records, (B,); and how many they are
@@ -107,6 +123,23 @@ class EngineSums:
             for query in sums:
                 self.seen += self._engine.add_clipped_sum(query, losses, num)
         return queries.join([query.result() for query in sums])
+
+
+def descend(
+    steps: PrivateSteps,
+    engine: ClippingEngine,
+    optimizer: torch.optim.Optimizer,
+    num_steps: int,
+    chain: Sequence[Postprocess] = (),
+) -> Iterator[int]:
+    """Take steps of a model, with maps of the released gradient; yields the number of each when it is done."""
+    for step in range(1, num_steps + 1):
+        released = steps()
+        for stage in chain:
+            released = stage(released)
+        write_gradients(engine.parameters, released)
+        optimizer.step()
+        yield step
 
 
 # --- D of what was released ------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -71,10 +70,10 @@ def test_both_ways_keep_the_budget_and_learn(data: utility.Data) -> None:
 def test_features_have_norm_one_with_the_constant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utility, "HELD_OUT", 5)
 
-    def embed(texts: list[str], model: Path) -> np.ndarray:
-        return np.eye(4, dtype=np.float32)[[len(text) % 4 for text in texts]]
+    def embeddings(texts: list[str], model: Path) -> torch.Tensor:
+        return torch.eye(4)[[len(text) % 4 for text in texts]]
 
-    monkeypatch.setattr(utility, "embed", embed)
+    monkeypatch.setattr(utility, "embeddings", embeddings)
     folder = tmp_path / "ag-news"
     folder.mkdir()
     for name, num in (("train", 20), ("test", 6)):

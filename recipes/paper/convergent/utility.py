@@ -20,12 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModel, AutoTokenizer
 
 from hf_dpopt.convex.last_iterate import ProjectedSGD, plateau
 from recipes.paper.convergent.sgd import iterates, noise_of
 from recipes.paper.runs import Folder, KeptRuns, draw_lines, experiment, panels, percent, save
-from recipes.paper.texts import AG_NEWS_CLASSES, ag_news, sst2
+from recipes.paper.texts import AG_NEWS_CLASSES, ag_news, embeddings, sst2
 
 TUNING_SEED, HELD_OUT, DELTA, BATCH = 1000, 3000, 1e-5, 256
 STEPS = (300, 1000, 3000, 10_000, 30_000, 100_000)
@@ -126,7 +125,7 @@ def read_data(folder: Path, task: str, model: Path, cache: Path) -> Data:
         texts, labels = read(folder / place / f"{name}.tsv")
         kept = cache / f"{task}-{name}.npy"
         if not kept.exists():
-            np.save(kept, embed(texts, model))
+            np.save(kept, embeddings(texts, model).numpy())
         embedded = torch.from_numpy(np.load(kept))
         constant = torch.full((len(embedded), 1), 0.25)
         features = torch.cat([embedded * (1 - 0.25**2) ** 0.5 * (1 - 1e-6), constant], dim=1)
@@ -135,21 +134,6 @@ def read_data(folder: Path, task: str, model: Path, cache: Path) -> Data:
     apart, rest = order[:HELD_OUT], order[HELD_OUT:]
     train_split, held_out = (Split(splits[0].features[i], splits[0].labels[i]) for i in (rest, apart))
     return Data(train_split, held_out, splits[1], int(splits[0].labels.max()) + 1)
-
-
-@torch.no_grad()
-def embed(texts: list[str], model: Path) -> np.ndarray:
-    """Mean of the last hidden states, divided by its norm: (N, H)."""
-    tokenizer, encoder = AutoTokenizer.from_pretrained(model), AutoModel.from_pretrained(model).eval()
-    order = np.argsort([len(text) for text in texts])
-    found = np.empty((len(texts), encoder.config.hidden_size), np.float32)
-    for first in range(0, len(texts), 64):
-        some = order[first : first + 64]
-        batch = tokenizer([texts[i] for i in some], padding=True, truncation=True, max_length=64, return_tensors="pt")
-        mask_BT1 = batch["attention_mask"].unsqueeze(-1)
-        sums_BH = (encoder(**batch).last_hidden_state * mask_BT1).sum(dim=1)
-        found[some] = torch.nn.functional.normalize(sums_BH / mask_BT1.sum(dim=1), dim=1).numpy()
-    return found
 
 
 def compute(given: argparse.Namespace) -> dict[str, Any]:

@@ -7,6 +7,7 @@ ours are 0.02 to 0.16, on which the exact formula has both slopes that it prints
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,43 +59,48 @@ def simulate(
     return {name: (float(loss_MR[m].mean()), float(errors_M[m])) for m, name in enumerate(("sgd", "nu"))}
 
 
+# what is varied -> its label, and the points that vary nothing else
+SWEEPS: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
+    "d": ("dimension $d$, eigenvalues $1/k$", lambda p: p["exponent"] == 1.0 and p["eta"] == ETA),
+    "d_eff": (r"effective dimension, $d = 128$", lambda p: p["d"] == D and p["eta"] == ETA),
+    "eta": (r"learning rate $\eta$, $d = 128$", lambda p: p["d"] == D and p["exponent"] == 1.0),
+}
+FORMULAS: dict[str, Callable[..., float]] = {"sgd": exact.regression_sgd, "nu": exact.regression_nu}
+
+
+def point(d: int, exponent: float, eta: float) -> dict[str, Any]:
+    """Errors of both mechanisms, exact and simulated."""
+    eigenvalues = exact.power_law(d, exponent)
+    simulated = simulate(eigenvalues, eta)
+    found: dict[str, Any] = {"d": d, "exponent": exponent, "eta": eta, "d_eff": float(eigenvalues.sum())}
+    for name, formula in FORMULAS.items():
+        mean, error = simulated[name]
+        linearised = formula(eigenvalues, eta, linearised=True)
+        found[name] = {
+            "exact": formula(eigenvalues, eta), "simulated": mean, "standard_error": error, "linearised": linearised
+        }  # fmt: skip
+    return found
+
+
 def compute(given: Any = None) -> dict[str, Any]:
     settings = {(d, 1.0, ETA) for d in DIMENSIONS} | {(D, a, ETA) for a in EXPONENTS} | {(D, 1.0, eta) for eta in ETAS}
-    points = []
-    for d, exponent, eta in sorted(settings):
-        eigenvalues = exact.power_law(d, exponent)
-        simulated = simulate(eigenvalues, eta)
-        point: dict[str, Any] = {"d": d, "exponent": exponent, "eta": eta, "d_eff": float(eigenvalues.sum())}
-        for name, formula in (("sgd", exact.regression_sgd), ("nu", exact.regression_nu)):
-            point[name] = {"exact": formula(eigenvalues, eta), "simulated": simulated[name][0]}
-            point[name] |= {
-                "standard_error": simulated[name][1],
-                "linearised": formula(eigenvalues, eta, linearised=True),
+    points = [point(*setting) for setting in sorted(settings)]
+    slopes: dict[str, dict[str, float | None]] = {}
+    for along, (_, chosen) in SWEEPS.items():
+        sweep = [p for p in points if chosen(p)]
+        for name in FORMULAS:
+            fitted = {
+                how: float(log_slope([p[along] for p in sweep], [p[name][how] for p in sweep]))
+                for how in ("exact", "simulated", "linearised")
             }
-        points.append(point)
-        print(point, flush=True)
-    sweeps = {
-        "d": [p for p in points if p["exponent"] == 1.0 and p["eta"] == ETA],
-        "d_eff": [p for p in points if p["d"] == D and p["eta"] == ETA],
-        "eta": [p for p in points if p["d"] == D and p["exponent"] == 1.0],
-    }
-    slopes = {
-        f"{name}_{along}": {
-            "paper": PAPER.get(f"{name}_{along}"),
-            **{how: log_slope([p[along] for p in sweep], [p[name][how] for p in sweep])
-               for how in ("exact", "simulated", "linearised")},
-        }
-        for along, sweep in sweeps.items() for name in ("sgd", "nu")
-    }  # fmt: skip
-    off = [p[name]["simulated"] / p[name]["exact"] - 1 for p in points for name in ("sgd", "nu")]
+            slopes[f"{name}_{along}"] = {"paper": PAPER.get(f"{name}_{along}"), **fitted}
+    off = [p[name]["simulated"] / p[name]["exact"] - 1 for p in points for name in FORMULAS]
     eigenvalues, ranges = exact.power_law(D), []
     for low, high in ((0.01, 0.08), (0.01, 0.1), (0.02, 0.16), (0.02, 0.2)):
         etas = np.geomspace(low, high, 8)
-        by_name = {
-            name: log_slope(etas, [formula(eigenvalues, eta) for eta in etas])
-            for name, formula in (("sgd", exact.regression_sgd), ("nu", exact.regression_nu))
-        }
-        ranges.append({"low": low, "high": high, **by_name})
+        curves = {name: [formula(eigenvalues, eta) for eta in etas] for name, formula in FORMULAS.items()}
+        fits = {name: float(log_slope(etas, curve)) for name, curve in curves.items()}
+        ranges.append({"low": low, "high": high, **fits})
     return {
         "num_steps": NUM_STEPS, "num_runs": NUM_RUNS, "seed": SEED, "slopes": slopes,
         "exact_slopes_by_eta_range": ranges, "largest_relative_difference": max(map(abs, off)), "points": points,
@@ -103,28 +109,15 @@ def compute(given: Any = None) -> dict[str, Any]:
 
 def plot(numbers: dict[str, Any], path: Path) -> None:
     figure, axes = panels(3, width=3.7)
-    points, slopes = numbers["points"], numbers["slopes"]
-    labels = {"sgd": "DP-SGD", "nu": r"$\nu$-DP-FTRL"}
-    wanted = {
-        "d": ("dimension $d$, eigenvalues $1/k$", lambda p: p["exponent"] == 1.0 and p["eta"] == ETA),
-        "d_eff": (r"effective dimension, $d = 128$", lambda p: p["d"] == D and p["eta"] == ETA),
-        "eta": (r"learning rate $\eta$, $d = 128$", lambda p: p["d"] == D and p["exponent"] == 1.0),
-    }
-    for axis, (along, (label, chosen)) in zip(axes, wanted.items(), strict=True):
-        sweep = sorted((p for p in points if chosen(p)), key=lambda p: p[along])
+    for axis, (along, (label, chosen)) in zip(axes, SWEEPS.items(), strict=True):
+        sweep = sorted((p for p in numbers["points"] if chosen(p)), key=lambda p: p[along])
         xs = [p[along] for p in sweep]
-        for name in ("sgd", "nu"):
-            color, fitted = {"sgd": "C0", "nu": "C1"}[name], slopes[f"{name}_{along}"]
-            axis.loglog(
-                xs,
-                [p[name]["exact"] for p in sweep],
-                color=color,
-                label=f"{labels[name]}: slope {fitted['exact']:.2f}",
-            )
-            axis.errorbar(
-                xs, [p[name]["simulated"] for p in sweep], [2 * p[name]["standard_error"] for p in sweep],
-                fmt="o", color=color, markersize=4, capsize=2,
-            )  # fmt: skip
+        for name, color, mechanism in (("sgd", "C0", "DP-SGD"), ("nu", "C1", r"$\nu$-DP-FTRL")):
+            found = [p[name] for p in sweep]
+            slope = numbers["slopes"][f"{name}_{along}"]["exact"]
+            axis.loglog(xs, [x["exact"] for x in found], color=color, label=f"{mechanism}: slope {slope:.2f}")
+            means, errors = [x["simulated"] for x in found], [2 * x["standard_error"] for x in found]
+            axis.errorbar(xs, means, errors, fmt="o", color=color, markersize=4, capsize=2)
         axis.set_xlabel(label)
         plain_ticks(axis, [round(x, 2) if along == "eta" else round(x) for x in xs])
         axis.legend(fontsize=8)

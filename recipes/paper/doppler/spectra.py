@@ -95,35 +95,30 @@ def compute(given: argparse.Namespace) -> dict[str, Any]:
 
 def plot(numbers: dict[str, Any], path: Path) -> None:
     """Densities of the filtered run, those of both signals, and the two ratios by filter."""
-    runs = numbers["runs"]
+    plain, filtered = numbers["runs"][PLAIN], numbers["runs"][FILTER]
     figure, (spectra, signals, ratios) = panels(3, width=5.0, height=4.2)
-    filtered, plain = runs[FILTER], runs[PLAIN]
-    for name, label, color in (
-        ("released", "released", "C0"), ("filtered", f"after {FILTER}", "C1"), ("signal", "before the noise", "C2"),
-    ):  # fmt: skip
-        spectra.semilogy(filtered["frequencies"], filtered["density"][name], color=color, label=label)
+    for name, label in (("released", "released"), ("filtered", f"after {FILTER}"), ("signal", "before the noise")):
+        spectra.semilogy(filtered["frequencies"], filtered["density"][name], label=label)
     spectra.axhline(filtered["noise_variance"], color="black", linestyle=":", label="variance of the noise")
-    spectra.set(xlabel="frequency / Nyquist frequency", ylabel="power of a coordinate", title=f"LP-DPSGD ({FILTER})")
-    for run, label, color in ((plain, "DPSGD", "C2"), (filtered, "LP-DPSGD", "C3")):
+    spectra.set(ylabel="power of a coordinate", title=f"LP-DPSGD ({FILTER})")
+    for run, label in ((plain, "DPSGD"), (filtered, "LP-DPSGD")):
         share = np.array(run["density"]["signal"]) / run["noise_variance"]
-        signals.semilogy(run["frequencies"], share, color=color, label=label)
-    signals.set(xlabel="frequency / Nyquist frequency", ylabel="signal / noise", title="the gradient before the noise")
-    gains = plain["gains"]
-    names = sorted(gains, key=lambda name: gains[name]["normalised_snr"])
-    positions = np.arange(len(names))
-    for key, label, color, shift in (
-        ("normalised_snr", "of a filtered gradient (Eq. 4)", "C0", 0.2),
-        ("normalised_snr_of_displacement", "of the way from the start", "C1", -0.2),
+        signals.semilogy(run["frequencies"], share, label=label)
+    signals.set(ylabel="signal / noise", title="the gradient before the noise")
+    names = sorted(plain["gains"], key=lambda name: plain["gains"][name]["normalised_snr"])
+    for shift, key, label in (
+        (0.2, "normalised_snr", "of a filtered gradient (Eq. 4)"),
+        (-0.2, "normalised_snr_of_displacement", "of the way from the start"),
     ):
-        ratios.barh(positions + shift, [gains[n][key] for n in names], height=0.38, color=color, label=label)
+        values = [plain["gains"][name][key] for name in names]
+        ratios.barh(np.arange(len(names)) + shift, values, height=0.38, label=label)
     ratios.axvline(1, color="black", linewidth=0.8)
-    ratios.set_xscale("log")
-    ratios.set_yticks(positions, names)
-    ratios.grid(axis="y", visible=False)
-    ratios.set(xlabel="signal-to-noise ratio relative to no filter", title="what a filter gains")
+    ratios.set_yticks(range(len(names)), names)
+    ratios.set(xscale="log", xlabel="signal-to-noise ratio relative to no filter", title="what a filter gains")
     for axis in (spectra, signals):
+        axis.set_xlabel("frequency / Nyquist frequency")
+    for axis in (spectra, signals, ratios):
         axis.legend(fontsize=8)
-    ratios.legend(fontsize=8, loc="lower right")
     save(figure, path)
 
 

@@ -28,7 +28,7 @@ from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from recipes.paper.doppler.task import Classifier, Data, Size, evaluate, read_data
 from recipes.paper.runs import Folder, KeptRuns, best_of, draw_band, labelled, mean_and_error, percent
-from recipes.paper.steps import EngineSums, Part, PrivateSteps
+from recipes.paper.steps import EngineSums, Part, PrivateSteps, descend
 
 TUNING_SEED = 1000
 NUM_POINTS = 8  # of a learning curve
@@ -98,15 +98,10 @@ def train(run: Run, data: Data, observe: Observer | None = None) -> dict[str, An
     low_pass = None if run.filter == PLAIN else LowPassFilter.parse(run.filter, level)
     optimizer = make_optimizer(run, engine.parameters.values(), level, low_pass)
     curve = []
-    for step in range(1, run.num_steps + 1):
-        released = filtered = steps()
-        if low_pass is not None and run.optimizer == "dp_sgd":
-            filtered = low_pass(released)
+    chain = [low_pass] if low_pass is not None and run.optimizer == "dp_sgd" else []
+    for step in descend(steps, engine, optimizer, run.num_steps, chain):
         if observe:
-            observe(step, steps.before, released, filtered)
-        for name, p in engine.parameters.items():
-            p.grad = filtered[name]
-        optimizer.step()
+            observe(step, steps.before, steps.released, {name: p.grad for name, p in engine.parameters.items()})
         if step * NUM_POINTS // run.num_steps > (step - 1) * NUM_POINTS // run.num_steps:
             curve.append([step, evaluate(model, data.validation)[0]])
     accuracy, loss = evaluate(model, data.test)

@@ -59,6 +59,7 @@ from recipes.paper.runs import (
     same_range,
     save,
 )
+from recipes.paper.steps import query_noise
 from recipes.paper.texts import bucket
 
 CLASSES = (  # site and kind; of the other pairs, there are no posts
@@ -209,11 +210,6 @@ METHODS = {
     "DP2-RMSProp": Method((1.0, 0.3, 0.1, 300.0, 256.0), climbed=5, scale="dp2"),  # a slow first phase, as the paper's
     "one query": Method((512.0, 0.3 * 3.0**-1, 1.0, 1.0, 1.0), climbed=3, scale="query"),
 }
-
-
-def query_noise(epsilon: float) -> float:
-    """Noise multiplier of the query: the smaller the budget, the more noise."""
-    return 5.0 if epsilon > 4 else 10.0
 
 
 @functools.cache

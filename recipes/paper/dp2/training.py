@@ -21,7 +21,7 @@ from hf_dpopt.preclip import Preconditioning
 from hf_dpopt.public import PublicGradients
 from recipes.paper.dp2.data import Task
 from recipes.paper.runs import KeptRuns
-from recipes.paper.steps import EngineSums, Part, PrivateSteps, seeded_keys
+from recipes.paper.steps import EngineSums, Part, PrivateSteps, descend, seeded_keys
 
 DELTA = 1e-5
 TUNING_SEED = 1000  # its runs choose hyper-parameters and are not reported
@@ -151,16 +151,10 @@ def train_once(
     optimizer = make_optimizer(method.optimizer, hyper, model.parameters())
     outcome = Outcome([], [], [], model, 0.0)
     signals, noises = 0.0, 0.0
-    for step in range(1, plan.num_steps + 1):
-        released = steps()
+    for step in descend(steps, engine, optimizer, plan.num_steps, chain):
         if step > plan.num_steps // 2:
             signals += sum(float(mean.square().sum()) for mean in steps.before.values())
             noises += steps.stddev**2 * sum(mean.numel() for mean in steps.before.values())
-        for stage in chain:
-            released = stage(released)
-        for name, p in engine.parameters.items():
-            p.grad = released[name]
-        optimizer.step()
         observe(step, steps.preconditioner, model)
         if step % evaluate_every == 0 or step == plan.num_steps:
             outcome.steps.append(step)

@@ -36,7 +36,7 @@ from hf_dpopt.preclip import DelayedPreconditioner, Identity, OneQuery, Preclip,
 from recipes.paper.dp2.data import imdb
 from recipes.paper.linear import WEIGHTS, PrivateGradients, TwoClasses, opening_answer, with_bias
 from recipes.paper.runs import KeptRuns, OptionalFolder, ascend, best_of, experiment, interval, percent
-from recipes.paper.steps import FromReleases
+from recipes.paper.steps import FromReleases, falling, query_noise
 from recipes.paper.texts import bucket, sst2
 
 BUCKETS, MAX_WORDS, MOMENTUM, DELTA = 8192, 64, 0.9, 1e-5
@@ -151,11 +151,6 @@ METHODS = {
 }
 
 
-def query_noise(epsilon: float) -> float:
-    """Noise multiplier of the query: the louder, the smaller the budget."""
-    return 5.0 if epsilon > 4 else 10.0
-
-
 def plan_of(batch: int, num_steps: int, num: int, method: Method, epsilon: float, preclip: Preclip) -> PrivacyPlan:
     """The plan of a run at clip 1; the noise grows with the clip."""
     if isinstance(preclip, OneQuery):  # the floor costs nothing
@@ -173,13 +168,8 @@ def _plan_of(
         target_epsilon=epsilon, target_delta=DELTA, expected_batch_size=batch, noise_mechanism=mechanism,
         sampling="poisson" if mechanism == "gaussian" else "auto", noise_at_changes=way,
     )  # fmt: skip
-    workload = momentum_workload(num_steps, MOMENTUM, schedule(num_steps))
+    workload = momentum_workload(num_steps, MOMENTUM, falling(num_steps))
     return make_plan(config, num_examples=num, num_steps=num_steps, workload=workload, preclip=preclip)
-
-
-def schedule(num_steps: int) -> list[float]:
-    """Learning rates relative to the first: down to a twentieth."""
-    return np.linspace(1.0, 0.05, num_steps).tolist()
 
 
 def train(tasks: Callable[[str], Task], run: Run) -> dict[str, Any]:
@@ -207,7 +197,7 @@ def train(tasks: Callable[[str], Task], run: Run) -> dict[str, Any]:
     optimizer: torch.optim.Optimizer = torch.optim.SGD([parameter], momentum=MOMENTUM)
     if method.adam:
         optimizer = torch.optim.AdamW([parameter], weight_decay=0.0)
-    for rate in schedule(task.num_steps):
+    for rate in falling(task.num_steps):
         parameter.grad = torch.from_numpy(gradients())
         optimizer.param_groups[0]["lr"] = run.rate * rate
         optimizer.step()

@@ -36,7 +36,7 @@ from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
 from recipes.paper.runs import Folder, OptionalFolder, draw_bars, experiment, panels, percent, save
 from recipes.paper.subspace.training import Recipe, Tensors, pick, public_gradients, train
-from recipes.paper.texts import AG_NEWS_CLASSES, ag_news, bucket
+from recipes.paper.texts import AG_NEWS_CLASSES, ag_news, bucket, embeddings
 
 BUCKETS, WIDTH, MAX_WORDS, CLASSES = 4096, 16, 64, AG_NEWS_CLASSES
 HIDDEN = 32
@@ -90,23 +90,6 @@ def hashed_words(texts: list[str]) -> Tensors:
     return {"words": torch.tensor(words), "mask": torch.tensor(mask)}
 
 
-@torch.no_grad()
-def encoded(texts: list[str], name: Path) -> Tensors:
-    """Mean of the outputs of a pretrained encoder, of norm 1, (N, width)."""
-    from transformers import AutoModel, AutoTokenizer
-
-    tokenizer, encoder = AutoTokenizer.from_pretrained(name), AutoModel.from_pretrained(name).eval()
-    features = torch.zeros(len(texts), encoder.config.hidden_size)
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # little padding
-    for first in range(0, len(texts), 64):
-        rows = order[first : first + 64]
-        batch = tokenizer([texts[i] for i in rows], padding=True, truncation=True, max_length=64, return_tensors="pt")
-        mask = batch["attention_mask"].unsqueeze(-1)
-        mean = (encoder(**batch).last_hidden_state * mask).sum(dim=1) / mask.sum(dim=1)
-        features[rows] = nn.functional.normalize(mean, dim=1)
-    return {"features": features}
-
-
 def read(path: Path, featurise: Callable[[list[str]], Tensors]) -> Tensors:
     texts, labels = ag_news(path)
     return featurise(texts) | {"labels": torch.tensor(labels)}
@@ -124,7 +107,7 @@ class Task:
 
 
 def load(folder: Path, encoder: Path | None = None) -> Task:
-    featurise = hashed_words if encoder is None else lambda texts: encoded(texts, encoder)
+    featurise = hashed_words if encoder is None else lambda texts: {"features": embeddings(texts, encoder)}
     train_data, test = read(folder / "train.tsv", featurise), read(folder / "test.tsv", featurise)
     rng = np.random.default_rng(0)
     order, held_out = (rng.permutation(len(data["labels"])) for data in (train_data, test))

@@ -26,7 +26,7 @@ from hf_dpopt.preclip.projected import ProjectingEngine
 from hf_dpopt.public import PublicGradients
 from hf_dpopt.public.subspace import COORDINATES, RefreshedSubspace
 from hf_dpopt.randomness.cipher import derive_key
-from recipes.paper.steps import EngineSums, Part, PrivateSteps, Scales
+from recipes.paper.steps import EngineSums, Part, PrivateSteps, Scales, descend
 
 Tensors = dict[str, torch.Tensor]
 Losses = Callable[[nn.Module, Tensors], torch.Tensor]
@@ -112,13 +112,7 @@ def train(
     steps = PrivateSteps(
         plan, sums, keys=(key, key), start=start, sensitivity=sensitivity, mechanism=independent_noise(multiplier)
     )
-    for step in range(1, num_steps + 1):
-        released = steps()
-        for postprocess in chain:
-            released = postprocess(released)
-        for name, p in engine.parameters.items():
-            p.grad = released[name]
-        optimizer.step()
+    for step in descend(steps, engine, optimizer, num_steps, chain):
         after_step(step)
     if goe is None:
         return {"epsilon": plan.epsilon()}

@@ -35,7 +35,7 @@ from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.preclip import Identity, OneQuery, Preclip
 from recipes.paper.runs import Folder, KeptRuns, best_of, labelled
-from recipes.paper.steps import EngineSums, FromReleases, Part, PrivateSteps
+from recipes.paper.steps import EngineSums, FromReleases, Part, PrivateSteps, descend, falling, query_noise
 from recipes.paper.top_layer.task import States, Task
 
 DELTA, MOMENTUM, RANK = 1e-5, 0.9, 8
@@ -74,14 +74,10 @@ class Run:
     def preclip(self) -> Preclip:
         if self.scale != "query":
             return Identity()
-        return OneQuery(query_noise=5.0 if self.epsilon > 4 else 10.0, floor=self.floor)
+        return OneQuery(query_noise=query_noise(self.epsilon), floor=self.floor)
 
     def plan(self, num_examples: int) -> PrivacyPlan:
         return _plan(dataclasses.replace(self, rate=0.0, seed=0, filter="plain", floor=2.0), num_examples)
-
-    def schedule(self) -> list[float]:
-        """Learning rates relative to the first: down to a twentieth."""
-        return np.linspace(1.0, 0.05, self.num_steps).tolist()
 
 
 @functools.cache
@@ -91,7 +87,7 @@ def _plan(run: Run, num_examples: int) -> PrivacyPlan:
         noise_mechanism=run.mechanism, sampling="poisson" if run.mechanism == "gaussian" else "auto",
     )  # fmt: skip
     momentum = 0.0 if run.optimizer == "dp_sgd" else MOMENTUM
-    workload = momentum_workload(run.num_steps, momentum, run.schedule())
+    workload = momentum_workload(run.num_steps, momentum, falling(run.num_steps))
     return make_plan(
         config, num_examples=num_examples, num_steps=run.num_steps, workload=workload, preclip=run.preclip
     )
@@ -196,16 +192,12 @@ def train(task: Task, queries: Queries, run: Run, observe: Observer | None = Non
     steps = PrivateSteps(plan, sums, keys=keys, start=start)
     low_pass = None if run.filter == "plain" else LowPassFilter.parse(run.filter, steps.level)
     optimizer = make_optimizer(run, engine, steps.level, low_pass)
-    for step, size in enumerate(run.schedule(), start=1):
-        released = steps()
+    chain = [low_pass] if low_pass is not None and run.optimizer.startswith("dp_sgd") else []
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: [*falling(run.num_steps), 0.0][done])
+    for step in descend(steps, engine, optimizer, run.num_steps, chain):
         if observe:
-            observe(step, steps.before, released)
-        if low_pass is not None and run.optimizer.startswith("dp_sgd"):
-            released = low_pass(released)
-        for name, p in engine.parameters.items():
-            p.grad = released[name].to(p.dtype)
-        optimizer.param_groups[0]["lr"] = run.rate * size
-        optimizer.step()
+            observe(step, steps.before, steps.released)
+        rates.step()
     held_out = {"tuning": task.tuning, "test": task.test, "sentences": task.sentences}
     accuracies = {name: accuracy(model, records) for name, records in held_out.items()}
     return {**accuracies, "noise": plan.draw_stddev, "seconds": round(time.process_time() - began, 1)}
