@@ -20,7 +20,7 @@ import dataclasses
 import json
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ from recipes.canary_texts import (
 )
 from recipes.clm_data import find_kind
 from recipes.glue_data import GLUE_LABELS, find_columns, labels_of, read_label_list
-from recipes.options import Parser
+from recipes.options import Parser, flag
 from recipes.tables import EXTENSIONS, TEXT_EXTENSIONS, Table, check_columns, read_table
 
 COMMANDS = ("make", "score")
@@ -63,31 +63,25 @@ VERSION = 1
 class MakeArguments:
     """Which canaries, and where they go."""
 
-    recipe: str = field(metadata={"help": "Recipe that trains on the file.", "choices": list(RECIPES)})
-    output_file: Path = field(metadata={"help": "Training file with the canaries that take part: csv, tsv, jsonl .."})
-    secret_file: Path = field(metadata={"help": "All canaries and who takes part. Keep it out of reach of training."})
-    num_canaries: int = field(default=1000, metadata={"help": "Half of them take part, on average."})
-    num_tokens: int = field(default=16, metadata={"help": "Random tokens in each text of a canary."})
-    user_id_column: str | None = field(
-        default=None, metadata={"help": "Users are protected: the column of their ids. Every canary is a user."}
-    )
-    new_tokens: Path | None = field(
-        default=None, metadata={"help": "clm: end each canary with a new token, and write the model to this folder."}
-    )
+    recipe: str = flag(MISSING, "Recipe that trains on the file.", choices=RECIPES)
+    output_file: Path = flag(MISSING, "Training file with the canaries that take part: csv, tsv, jsonl ..")
+    secret_file: Path = flag(MISSING, "All canaries and who takes part. Keep it out of reach of training.")
+    num_canaries: int = flag(1000, "Half of them take part, on average.")
+    num_tokens: int = flag(16, "Random tokens in each text of a canary.")
+    user_id_column: str | None = flag(None, "Users are protected: the column of their ids. Every canary is a user.")
+    new_tokens: Path | None = flag(None, "clm: end each canary with a new token, and write the model to this folder.")
 
 
 @dataclass
 class ScoreArguments:
     """Which model is attacked, and by which canaries."""
 
-    secret_file: Path = field(metadata={"help": "Written by make."})
-    trained: str = field(metadata={"help": "output_dir of the run."})
-    initial: str | None = field(
-        default=None, metadata={"help": "Model before training: scores are then by how much a loss fell."}
-    )
-    scores_file: Path | None = field(default=None, metadata={"help": "Also write the scores: score,included."})
-    delta: float | None = field(default=None, metadata={"help": "Of the bound. Default: that of the run's report."})
-    confidence: float = field(default=0.95, metadata={"help": "Of the bounds."})
+    secret_file: Path = flag(MISSING, "Written by make.")
+    trained: str = flag(MISSING, "output_dir of the run.")
+    initial: str | None = flag(None, "Model before training: scores are then by how much a loss fell.")
+    scores_file: Path | None = flag(None, "Also write the scores: score,included.")
+    delta: float | None = flag(None, "Of the bound. Default: that of the run's report.")
+    confidence: float = flag(0.95, "Of the bounds.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
+    DataCollatorForSeq2Seq,
     DataCollatorWithPadding,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -23,7 +24,7 @@ from hf_dpopt.common.extras import import_extra
 from recipes import glue, models
 from recipes.canary_texts import MARK, Row
 from recipes.clm import loss_of_records
-from recipes.clm_data import IGNORED, PaddingCollator, choose_block_size, find_kind, tokenize
+from recipes.clm_data import IGNORED, choose_block_size, find_kind, tokenize
 from recipes.glue_data import build
 from recipes.glue_model import load_model
 from recipes.options import ModelArguments
@@ -56,7 +57,7 @@ def language_losses(folder: str, rows: list[Row], data_args: Any, *, marked: boo
     if marked:
         for number, record in enumerate(records):
             _learn_alone(record, MARK.format(number), tokenizer)
-    found = _outputs(model, records, PaddingCollator(tokenizer.pad_token_id))
+    found = _outputs(model, records, DataCollatorForSeq2Seq(tokenizer))
     sums_M2 = torch.cat([loss_of_records(logits, labels) for logits, labels in found]).double().numpy()
     return sums_M2[:, 0] / sums_M2[:, 1]
 

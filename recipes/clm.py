@@ -25,7 +25,7 @@ import math
 import platform
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,14 @@ if __name__ == "__main__":  # run as a script: the repository root is not on the
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorForSeq2Seq,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+)
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainerMixin, DPTrainingArguments
 from recipes import models, options, processes, running, sources
@@ -44,7 +51,6 @@ from recipes.clm_data import (
     DEFAULT_BLOCK_SIZE,
     IGNORED,
     Kind,
-    PaddingCollator,
     Pairs,
     Split,
     choose_block_size,
@@ -86,13 +92,11 @@ CHOSEN = {"expected_batch_size": 512, "learning_rate": 2e-3}  # for the same job
 class ModelArguments(options.ModelArguments):
     """Which model, and how much of it is trained."""
 
-    dtype: str = field(
-        default="float32",
-        metadata={
-            "help": "Type of the weights. bfloat16 halves their memory and suits LoRA, whose own weights stay float32."
-            " For faster arithmetic on float32 weights: --bf16.",
-            "choices": ["float32", "bfloat16"],
-        },
+    dtype: str = options.flag(
+        "float32",
+        "Type of the weights. bfloat16 halves their memory and suits LoRA, whose own weights stay float32."
+        " For faster arithmetic on float32 weights: --bf16.",
+        choices=["float32", "bfloat16"],
     )
 
 
@@ -100,50 +104,41 @@ class ModelArguments(options.ModelArguments):
 class DataTrainingArguments(options.DataArguments):
     """Which data, what a record is, and which of its tokens are learned."""
 
-    train_file: str | None = field(default=None, metadata={"help": FILES})
-    validation_file: str | None = field(default=None, metadata={"help": f"The same, for evaluation: {FILES}"})
-    overwrite_cache: bool = field(default=False, metadata={"help": "As in run_clm.py; nothing is cached here."})
-    block_size: int | None = field(
-        default=None,
-        metadata={"help": f"Most tokens of a record. Default: what the model takes, at most {DEFAULT_BLOCK_SIZE}."},
+    train_file: str | None = options.flag(None, FILES)
+    validation_file: str | None = options.flag(None, f"The same, for evaluation: {FILES}")
+    overwrite_cache: bool = options.flag(False, "As in run_clm.py; nothing is cached here.")
+    block_size: int | None = options.flag(
+        None, f"Most tokens of a record. Default: what the model takes, at most {DEFAULT_BLOCK_SIZE}."
     )
-    prompt_column: str | None = field(
-        default=None, metadata={"help": "Column of the prompts, if it is not recognised; the loss is on the target."}
+    prompt_column: str | None = options.flag(
+        None, "Column of the prompts, if it is not recognised; the loss is on the target."
     )
-    target_column: str | None = field(default=None, metadata={"help": "Column of the text to learn for a prompt."})
-    prompt_template: str | None = field(
-        default=None,
-        metadata={"help": "How a prompt is made from columns, e.g. '{instruction}\\n{input}'. Default: the column."},
+    target_column: str | None = options.flag(None, "Column of the text to learn for a prompt.")
+    prompt_template: str | None = options.flag(
+        None, "How a prompt is made from columns, e.g. '{instruction}\\n{input}'. Default: the column."
     )
-    separator: str = field(default="\\n", metadata={"help": "Between prompt and target; \\n is a new line."})
-    messages_column: str | None = field(
-        default=None,
-        metadata={"help": "Column of conversations: lists of {role, content}; the loss is on assistant turns."},
+    separator: str = options.flag("\\n", "Between prompt and target; \\n is a new line.")
+    messages_column: str | None = options.flag(
+        None, "Column of conversations: lists of {role, content}; the loss is on assistant turns."
     )
-    chat_template: str | None = field(
-        default=None,
-        metadata={"help": "plain: the recipe's own, also used for a tokenizer without one. Default: the tokenizer's."},
+    chat_template: str | None = options.flag(
+        None, "plain: the recipe's own, also used for a tokenizer without one. Default: the tokenizer's."
     )
-    text_column: str | None = field(
-        default=None, metadata={"help": "Column of plain text; the loss is on all of it. One document is one record."}
+    text_column: str | None = options.flag(
+        None, "Column of plain text; the loss is on all of it. One document is one record."
     )
-    chunk_documents: bool = field(
-        default=False,
-        metadata={
-            "help": "Plain text: cut each document into chunks of block_size tokens, each a record of its own. The "
-            "guarantee is then about one chunk, not about a document. Default: a document is cut off at block_size."
-        },
+    chunk_documents: bool = options.flag(
+        False,
+        "Plain text: cut each document into chunks of block_size tokens, each a record of its own. The "
+        "guarantee is then about one chunk, not about a document. Default: a document is cut off at block_size.",
     )
-    packing: bool = field(default=False, metadata={"help": "Refused: a row that holds several records."})
-    generate: bool = field(
-        default=False,
-        metadata={"help": "Prompts and targets: generate for the prompts of the validation set; BLEU, ROUGE-L, NIST."},
+    packing: bool = options.flag(False, "Refused: a row that holds several records.")
+    generate: bool = options.flag(
+        False, "Prompts and targets: generate for the prompts of the validation set; BLEU, ROUGE-L, NIST."
     )
-    num_beams: int = field(default=1, metadata={"help": "Beams of the search that generates; 1 is greedy."})
-    max_new_tokens: int = field(default=MAX_NEW_TOKENS, metadata={"help": "Most tokens to generate for a prompt."})
-    max_generate_samples: int | None = field(
-        default=None, metadata={"help": "Only the first so many different prompts."}
-    )
+    num_beams: int = options.flag(1, "Beams of the search that generates; 1 is greedy.")
+    max_new_tokens: int = options.flag(MAX_NEW_TOKENS, "Most tokens to generate for a prompt.")
+    max_generate_samples: int | None = options.flag(None, "Only the first so many different prompts.")
 
 
 def main(argv: list[str]) -> None:
@@ -161,7 +156,7 @@ def main(argv: list[str]) -> None:
     declare_unit(kind, block_size, training_args)
     splits = tokenize_splits(tables, kind, tokenizer, data_args, training_args, block_size)
     model = models.choose_trained(model, model_args, "CAUSAL_LM")
-    collate = PaddingCollator(tokenizer.pad_token_id)
+    collate = DataCollatorForSeq2Seq(tokenizer)  # pads labels, too, and on the right, as the tokenizer was told
     if SPLIT in splits:
         learn_public(model, splits[SPLIT].dataset, collate, training_args, data_args)
 

@@ -6,7 +6,6 @@ Each turns rows of a table into `Record`s, one row at a time: what a record hold
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import re
@@ -15,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -496,25 +494,3 @@ def report(name: str, split: Split, block_size: int, *, counts: bool) -> None:
 
 
 CONSOLE_ONLY = "(Exact counts over the records: keep this line with the data.)"
-
-
-@dataclasses.dataclass(frozen=True)
-class PaddingCollator:
-    """Pads the records of a physical batch on the right, whatever side the tokenizer prefers; labels with -100.
-
-    Padding on the left would move the positions of short records by the lengths of the others.
-    """
-
-    pad_token_id: int
-
-    def __call__(self, records: Sequence[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
-        width = max(len(record["input_ids"]) for record in records)
-
-        def padded(rows: list[list[int]], value: int) -> torch.Tensor:
-            return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows])
-
-        return {
-            "input_ids": padded([r["input_ids"] for r in records], self.pad_token_id),
-            "attention_mask": padded([[1] * len(r["input_ids"]) for r in records], 0),
-            "labels": padded([r["labels"] for r in records], IGNORED),
-        }

@@ -6,8 +6,7 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import reduce
 from operator import and_, or_
 from typing import Any
@@ -68,7 +67,9 @@ def generate(
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))  # like lengths together: less padding
     mine = order[args.process_index :: args.world_size]
     texts: list[tuple[int, str]] = []
-    with _ready(model):
+    model.eval()
+    model.config.use_cache = True
+    with torch.no_grad():
         for start in range(0, len(mine), args.per_device_eval_batch_size):
             batch = mine[start : start + args.per_device_eval_batch_size]
             rows = [ids[i] if has_encoder else ids[i][-room:] for i in batch]
@@ -94,19 +95,6 @@ def pad(rows: list[list[int]], value: int, *, left: bool) -> torch.Tensor:
     width = max(map(len, rows))
     padding = [[value] * (width - len(row)) for row in rows]
     return torch.tensor([p + row if left else row + p for p, row in zip(padding, rows, strict=True)])
-
-
-@contextmanager
-def _ready(model: Any) -> Iterator[None]:
-    was_training, cache = model.training, model.config.use_cache
-    model.eval()
-    model.config.use_cache = True
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.config.use_cache = cache
-        model.train(was_training)
 
 
 # --- scores ----------------------------------------------------------------------------------------------------------

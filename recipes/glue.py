@@ -26,7 +26,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,47 +91,37 @@ CHOSEN = {"expected_batch_size": 1334, "learning_rate": 2.7e-3}  # by the adviso
 class ModelArguments(options.ModelArguments):
     """Which model, and how much of it is trained."""
 
-    ignore_mismatched_sizes: bool = field(
-        default=False, metadata={"help": "Load a model whose head has another number of labels; the head starts anew."}
+    ignore_mismatched_sizes: bool = options.flag(
+        False, "Load a model whose head has another number of labels; the head starts anew."
     )
-    start: str = field(
-        default="model",
-        metadata={
-            "help": "pooled: a head on pooled states of the last three layers (--pooling cls mean) is trained first, "
-            "with a quarter of target_epsilon (--warm_start_epsilon), and the clip is 0.5; given values stay. "
-            "model: the head that comes with the model, and everything starts together.",
-            "choices": ["model", "pooled"],
-        },
+    start: str = options.flag(
+        "model",
+        "pooled: a head on pooled states of the last three layers (--pooling cls mean) is trained first, "
+        "with a quarter of target_epsilon (--warm_start_epsilon), and the clip is 0.5; given values stay. "
+        "model: the head that comes with the model, and everything starts together.",
+        choices=["model", "pooled"],
     )
-    pooling: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Read the mean, the first (cls) or the last token of a layer, or several of them, with a linear "
-            "head in place of the one that comes with the model; 'model' keeps that one. Default: model.",
-            "choices": [*WAYS, "model"],
-        },
+    pooling: list[str] | None = options.flag(
+        None,
+        "Read the mean, the first (cls) or the last token of a layer, or several of them, with a linear "
+        "head in place of the one that comes with the model; 'model' keeps that one. Default: model.",
+        choices=[*WAYS, "model"],
     )
-    pooling_layers: list[int] | None = field(
-        default=None,
-        metadata={"help": "Layers that --pooling reads side by side, such as 4 5 6; default: -1, the last."},
+    pooling_layers: list[int] | None = options.flag(
+        None, "Layers that --pooling reads side by side, such as 4 5 6; default: -1, the last."
     )
-    prompt: str | None = field(
-        default=None,
-        metadata={
-            "help": "Classify by the model's own language head: the template, such as '{text} It was {mask}.', or "
-            "auto for that of a GLUE task. Default: a head of its own."
-        },
+    prompt: str | None = options.flag(
+        None,
+        "Classify by the model's own language head: the template, such as '{text} It was {mask}.', or "
+        "auto for that of a GLUE task. Default: a head of its own.",
     )
-    label_words: list[str] | None = field(
-        default=None,
-        metadata={"help": "With --prompt: a word for the gap for every label, in their order: terrible great."},
+    label_words: list[str] | None = options.flag(
+        None, "With --prompt: a word for the gap for every label, in their order: terrible great."
     )
-    warm_start_epsilon: float | None = field(
-        default=None,
-        metadata={
-            "help": "Train the head first, on features of the frozen model, for this part of target_epsilon (about an "
-            "eighth). Takes a forward pass over the data. Default: everything starts together."
-        },
+    warm_start_epsilon: float | None = options.flag(
+        None,
+        "Train the head first, on features of the frozen model, for this part of target_epsilon (about an "
+        "eighth). Takes a forward pass over the data. Default: everything starts together.",
     )
 
 
@@ -139,21 +129,18 @@ class ModelArguments(options.ModelArguments):
 class DataTrainingArguments(options.DataArguments):
     """Which data, and how it is read."""
 
-    task_name: str | None = field(default=None, metadata={"help": f"GLUE task: {', '.join(sorted(GLUE_LABELS))}."})
-    max_seq_length: int = field(default=128, metadata={"help": "Longer inputs are cut to so many tokens."})
-    overwrite_cache: bool = field(default=False, metadata={"help": "Tokenize again instead of using the cache."})
-    pad_to_max_length: bool = field(
-        default=False,
-        metadata={"help": "Pad everything to max_seq_length (as run_glue.py does) instead of to the batch."},
+    task_name: str | None = options.flag(None, f"GLUE task: {', '.join(sorted(GLUE_LABELS))}.")
+    max_seq_length: int = options.flag(128, "Longer inputs are cut to so many tokens.")
+    overwrite_cache: bool = options.flag(False, "Tokenize again instead of using the cache.")
+    pad_to_max_length: bool = options.flag(
+        False, "Pad everything to max_seq_length (as run_glue.py does) instead of to the batch."
     )
-    max_predict_samples: int | None = field(default=None, metadata={"help": "Only the first so many test records."})
-    test_file: str | None = field(default=None, metadata={"help": "The same, for prediction; labels are not used."})
-    text_column: str | None = field(default=None, metadata={"help": "Column of the text, if it is not recognised."})
-    text_pair_column: str | None = field(default=None, metadata={"help": "Column of the second text of a pair."})
-    label_column: str | None = field(default=None, metadata={"help": "Column of the label, if it is not recognised."})
-    label_list: str | None = field(
-        default=None, metadata={"help": "All labels, public, in the order of their ids: negative,positive."}
-    )
+    max_predict_samples: int | None = options.flag(None, "Only the first so many test records.")
+    test_file: str | None = options.flag(None, "The same, for prediction; labels are not used.")
+    text_column: str | None = options.flag(None, "Column of the text, if it is not recognised.")
+    text_pair_column: str | None = options.flag(None, "Column of the second text of a pair.")
+    label_column: str | None = options.flag(None, "Column of the label, if it is not recognised.")
+    label_list: str | None = options.flag(None, "All labels, public, in the order of their ids: negative,positive.")
 
     @property
     def files(self) -> dict[str, str | None]:

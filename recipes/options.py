@@ -22,50 +22,42 @@ RUNS = Path("runs")
 FREEZE = ("none", "embeddings", "encoder")
 
 
+def flag(default: Any, help: str, choices: Collection[str] | None = None) -> Any:
+    """Field of a class of arguments; `MISSING` for one that must be given."""
+    return field(default=default, metadata={"help": help, **({"choices": list(choices)} if choices else {})})
+
+
 @dataclass
 class ModelArguments:
     """Which model, and how much of it is trained."""
 
-    model_name_or_path: str | None = field(
-        default=None,
-        metadata={"help": "Folder of a model, or its name on the hub. Absent: the small embedded model."},
+    model_name_or_path: str | None = flag(
+        None, "Folder of a model, or its name on the hub. Absent: the small embedded model."
     )
-    config_name: str | None = field(default=None, metadata={"help": "Configuration, if not the model's own."})
-    tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer, if not the model's own."})
-    cache_dir: str | None = field(default=None, metadata={"help": "Where to keep what is fetched from the hub."})
-    use_fast_tokenizer: bool = field(default=True, metadata={"help": "Use the tokenizers library where possible."})
-    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of the model on the hub."})
-    token: str | None = field(
-        default=None, metadata={"help": "Access token for the hub; default: that of `hf auth login`."}
+    config_name: str | None = flag(None, "Configuration, if not the model's own.")
+    tokenizer_name: str | None = flag(None, "Tokenizer, if not the model's own.")
+    cache_dir: str | None = flag(None, "Where to keep what is fetched from the hub.")
+    use_fast_tokenizer: bool = flag(True, "Use the tokenizers library where possible.")
+    model_revision: str = flag("main", "Branch, tag or commit of the model on the hub.")
+    token: str | None = flag(None, "Access token for the hub; default: that of `hf auth login`.")
+    trust_remote_code: bool = flag(False, "Run code that comes with a model of the hub.")
+    attn_implementation: str | None = flag(
+        None, "eager or sdpa; on a CPU in bf16, eager is much faster for short texts."
     )
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with a model of the hub."})
-    attn_implementation: str | None = field(
-        default=None, metadata={"help": "eager or sdpa; on a CPU in bf16, eager is much faster for short texts."}
+    dropout: float = flag(0.0, "Every dropout rate of the model; 0 suits private training, -1 keeps the model's own.")
+    lora_r: int = flag(0, "Rank of LoRA; 0 trains all parameters.")
+    lora_alpha: int | None = flag(None, "Scale of LoRA; default: twice the rank.")
+    lora_dropout: float = flag(0.0, "Dropout inside LoRA.")
+    lora_target_modules: list[str] | None = flag(
+        None, "Layers that get LoRA, e.g. query value; default: all linear layers but the head."
     )
-    dropout: float = field(
-        default=0.0,
-        metadata={"help": "Every dropout rate of the model; 0 suits private training, -1 keeps the model's own."},
+    lora_freeze_a: bool = flag(
+        False,
+        "FFA-LoRA: the first matrix of every adapter keeps its random start and the second one is "
+        "trained, so that noise on one is not multiplied by noise on the other.",
     )
-    lora_r: int = field(default=0, metadata={"help": "Rank of LoRA; 0 trains all parameters."})
-    lora_alpha: int | None = field(default=None, metadata={"help": "Scale of LoRA; default: twice the rank."})
-    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout inside LoRA."})
-    lora_target_modules: list[str] | None = field(
-        default=None,
-        metadata={"help": "Layers that get LoRA, e.g. query value; default: all linear layers but the head."},
-    )
-    lora_freeze_a: bool = field(
-        default=False,
-        metadata={
-            "help": "FFA-LoRA: the first matrix of every adapter keeps its random start and the second one is "
-            "trained, so that noise on one is not multiplied by noise on the other."
-        },
-    )
-    freeze: str = field(
-        default="none",
-        metadata={
-            "help": "Parts that are not trained: embeddings, or the encoder (all but the head).",
-            "choices": list(FREEZE),
-        },
+    freeze: str = flag(
+        "none", "Parts that are not trained: embeddings, or the encoder (all but the head).", choices=FREEZE
     )
 
 
@@ -73,24 +65,20 @@ class ModelArguments:
 class DataArguments:
     """Which data, and how much of it."""
 
-    dataset_name: str | None = field(default=None, metadata={"help": "Dataset of the hub."})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of that dataset."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Only the first so many training records."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Only the first so many evaluation records."})
-    train_file: str | None = field(default=None, metadata={"help": "csv, tsv, json or jsonl, each optionally .gz."})
-    validation_file: str | None = field(default=None, metadata={"help": "The same, for evaluation."})
-    public_file: str | None = field(
-        default=None,
-        metadata={"help": "Public records, in the form of train_file: ordinary training on them comes first."},
+    dataset_name: str | None = flag(None, "Dataset of the hub.")
+    dataset_config_name: str | None = flag(None, "Configuration of that dataset.")
+    max_train_samples: int | None = flag(None, "Only the first so many training records.")
+    max_eval_samples: int | None = flag(None, "Only the first so many evaluation records.")
+    train_file: str | None = flag(None, "csv, tsv, json or jsonl, each optionally .gz.")
+    validation_file: str | None = flag(None, "The same, for evaluation.")
+    public_file: str | None = flag(
+        None, "Public records, in the form of train_file: ordinary training on them comes first."
     )
-    public_epochs: float = field(default=1.0, metadata={"help": "Passes over public_file."})
-    public_learning_rate: float | None = field(
-        default=None, metadata={"help": "Of the training on public_file. Default: 5e-5, of adapters and heads 1e-3."}
+    public_epochs: float = flag(1.0, "Passes over public_file.")
+    public_learning_rate: float | None = flag(
+        None, "Of the training on public_file. Default: 5e-5, of adapters and heads 1e-3."
     )
-    non_private: bool = field(
-        default=False,
-        metadata={"help": "NO PRIVACY: the stock Trainer with the same data and batch, to compare with."},
-    )
+    non_private: bool = flag(False, "NO PRIVACY: the stock Trainer with the same data and batch, to compare with.")
 
     @property
     def files(self) -> dict[str, str | None]:

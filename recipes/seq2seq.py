@@ -18,7 +18,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,24 +60,19 @@ FLAGS = "--model_name_or_path t5-small --train_file train.csv --validation_file 
 class DataTrainingArguments(options.DataArguments):
     """Which data, and how much of each record."""
 
-    train_file: str | None = field(default=None, metadata={"help": clm.FILES})
-    validation_file: str | None = field(default=None, metadata={"help": f"The same, for evaluation: {clm.FILES}"})
-    prompt_column: str | None = field(default=None, metadata={"help": "Column of the sources, if not recognised."})
-    target_column: str | None = field(default=None, metadata={"help": "Column of the text to learn for a source."})
-    prompt_template: str | None = field(
-        default=None,
-        metadata={"help": "How a source is made from columns, e.g. 'summarize: {article}'. Default: the column."},
+    train_file: str | None = options.flag(None, clm.FILES)
+    validation_file: str | None = options.flag(None, f"The same, for evaluation: {clm.FILES}")
+    prompt_column: str | None = options.flag(None, "Column of the sources, if not recognised.")
+    target_column: str | None = options.flag(None, "Column of the text to learn for a source.")
+    prompt_template: str | None = options.flag(
+        None, "How a source is made from columns, e.g. 'summarize: {article}'. Default: the column."
     )
-    max_source_length: int = field(default=1024, metadata={"help": "Most tokens of a source; the rest is cut."})
-    max_target_length: int = field(default=128, metadata={"help": "Most tokens of a target; the rest is cut."})
-    generate: bool = field(
-        default=False, metadata={"help": "Generate for the sources of the validation set; BLEU, ROUGE-L, NIST."}
-    )
-    num_beams: int = field(default=1, metadata={"help": "Beams of the search that generates; 1 is greedy."})
-    max_new_tokens: int = field(default=clm.MAX_NEW_TOKENS, metadata={"help": "Most tokens to generate for a source."})
-    max_generate_samples: int | None = field(
-        default=None, metadata={"help": "Only the first so many different sources."}
-    )
+    max_source_length: int = options.flag(1024, "Most tokens of a source; the rest is cut.")
+    max_target_length: int = options.flag(128, "Most tokens of a target; the rest is cut.")
+    generate: bool = options.flag(False, "Generate for the sources of the validation set; BLEU, ROUGE-L, NIST.")
+    num_beams: int = options.flag(1, "Beams of the search that generates; 1 is greedy.")
+    max_new_tokens: int = options.flag(clm.MAX_NEW_TOKENS, "Most tokens to generate for a source.")
+    max_generate_samples: int | None = options.flag(None, "Only the first so many different sources.")
 
 
 def main(argv: list[str]) -> None:

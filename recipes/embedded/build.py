@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
+    DataCollatorForSeq2Seq,
     GPT2Config,
     GPT2LMHeadModel,
     GPT2Tokenizer,
@@ -131,8 +132,6 @@ def make_model() -> RobertaForSequenceClassification:
 
 def make_gpt2(tokenizer: GPT2Tokenizer, text: list[str], *, num_steps: int) -> GPT2LMHeadModel:
     """A narrow GPT-2 after `num_steps` steps of ordinary training on `text`, which is public."""
-    from recipes.clm_data import PaddingCollator
-
     config = GPT2Config(
         vocab_size=len(tokenizer), n_positions=GPT2_TOKENS, n_embd=128, n_layer=2, n_head=2, n_inner=256,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=tokenizer.bos_token_id,
@@ -140,7 +139,7 @@ def make_gpt2(tokenizer: GPT2Tokenizer, text: list[str], *, num_steps: int) -> G
     )  # fmt: skip
     texts = tokenizer(text, truncation=True, max_length=GPT2_TOKENS - 1, add_special_tokens=False)["input_ids"]
     records = [{"input_ids": (ids := [*row, tokenizer.eos_token_id]), "labels": ids} for row in texts]
-    collate = PaddingCollator(tokenizer.pad_token_id)
+    collate = DataCollatorForSeq2Seq(tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(INIT_SEED)
         model = GPT2LMHeadModel(config)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GPT2Tokenizer, PreTrainedTokenizerBase
+from transformers import DataCollatorForSeq2Seq, GPT2Tokenizer, PreTrainedTokenizerBase
 
 from hf_dpopt import DPConfigError
 from recipes.clm import DataTrainingArguments
@@ -16,7 +16,6 @@ from recipes.clm_data import (
     IGNORED,
     Chat,
     Documents,
-    PaddingCollator,
     Pairs,
     Record,
     choose_block_size,
@@ -235,9 +234,10 @@ def test_block_size_stays_within_the_model(tokenizer: GPT2Tokenizer, caplog: pyt
     assert "block_size=33 is more than the model takes; using 32" in caplog.text
 
 
-def test_padding_is_on_the_right_and_carries_no_loss() -> None:
-    batch = PaddingCollator(9)([{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [4], "labels": [4]}])
-    assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 9, 9]]
+def test_padding_is_on_the_right_and_carries_no_loss(tokenizer: GPT2Tokenizer) -> None:
+    records = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [4], "labels": [4]}]
+    batch, end = DataCollatorForSeq2Seq(tokenizer)(records), tokenizer.pad_token_id  # the collator of `clm.py`
+    assert batch["input_ids"].tolist() == [[1, 2, 3], [4, end, end]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert batch["labels"].tolist() == [[-100, 2, 3], [4, -100, -100]]
     assert pad([[1, 2], [3]], 0, left=True).tolist() == [[1, 2], [0, 3]]
