@@ -14,7 +14,7 @@ import lzma
 import os
 import sqlite3
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.common.extras import import_extra
-from recipes.stackoverflow_data import Encoder
+from recipes.stackoverflow_data import TITLE, Encoder
 from recipes.tables import TEXT_EXTENSIONS, Table, check_columns, read_table
 
 LAYOUTS = (".h5", ".hdf5", ".sqlite", ".sqlite.lzma")
@@ -45,8 +45,8 @@ class TableRows:
         """Number of rows."""
         return len(self._table)
 
-    def rows(self, first: int = 0) -> Iterator[Row]:
-        """Yield the rows from number `first` on."""
+    def rows(self, first: int = 0, columns: Collection[str] | None = None) -> Iterator[Row]:
+        """Yield the rows from number `first` on; `columns` are those that have to be there, None for all."""
         names, values = list(self._table.columns), list(self._table.columns.values())
         return (dict(zip(names, row, strict=True)) for row in itertools.islice(zip(*values, strict=True), first, None))
 
@@ -60,11 +60,12 @@ class H5Rows:
     def count(self) -> int:
         return sum(num_rows for _, _, num_rows in self._users())
 
-    def rows(self, first: int = 0) -> Iterator[Row]:
+    def rows(self, first: int = 0, columns: Collection[str] | None = None) -> Iterator[Row]:
         for user, arrays, num_rows in self._users():
             if first < num_rows:
-                for values in zip(*(array[first:] for array in arrays.values()), strict=True):
-                    yield {"user": user} | {name: _text(value) for name, value in zip(arrays, values, strict=True)}
+                names = [name for name in arrays if columns is None or name in columns]
+                for values in zip(*(arrays[name][first:] for name in names), strict=True):
+                    yield {"user": user} | {name: _text(value) for name, value in zip(names, values, strict=True)}
             first = max(0, first - num_rows)
 
     def _users(self) -> Iterator[tuple[str, Any, int]]:
@@ -89,14 +90,14 @@ class SqliteRows:
         query = "SELECT COALESCE(SUM(num_examples), 0) FROM client_metadata WHERE split_name = ?"
         return next(self._select(query))[0]
 
-    def rows(self, first: int = 0) -> Iterator[Row]:
+    def rows(self, first: int = 0, columns: Collection[str] | None = None) -> Iterator[Row]:
         # in the order of the file: an index on users would be followed all over a file of 50 GB
         query = (
             "SELECT client_id, serialized_example_proto FROM examples NOT INDEXED WHERE split_name = ? "
             f"ORDER BY rowid LIMIT -1 OFFSET {first}"
         )
         for user, example in self._select(query):
-            yield {"user": user} | {name: _text(value) for name, value in parse_example(example).items()}
+            yield {"user": user} | {name: _text(value) for name, value in parse_example(example, columns).items()}
 
     def _select(self, query: str) -> Iterator[tuple[Any, ...]]:
         with contextlib.closing(sqlite3.connect(f"{self._path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
@@ -159,18 +160,25 @@ def _text(value: Any) -> Any:
     return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value
 
 
-def parse_example(data: bytes) -> dict[str, Any]:
-    """First value of every feature of a serialized ``tf.train.Example``: bytes or an integer; floats are left out."""
+def parse_example(data: bytes, names: Collection[str] | None = None) -> dict[str, Any]:
+    """First value of every feature of a serialized ``tf.train.Example``: bytes or an integer; floats are left out.
+
+    Args:
+        names: features that are needed; None for all.
+    """
     found: dict[str, Any] = {}
     for _, features in _fields(data):
         for _, entry in _fields(features):
             parts = dict(_fields(entry))
+            name = parts[1].decode()
+            if names is not None and name not in names:
+                continue
             for kind, values in _fields(parts.get(2, b"")):
                 value = next((v for _, v in _fields(values)), None)
                 if kind == 1 and value is not None:
-                    found[parts[1].decode()] = value
+                    found[name] = value
                 elif kind == 3 and value is not None:
-                    found[parts[1].decode()] = value if isinstance(value, int) else _varint(value, 0)[0]
+                    found[name] = value if isinstance(value, int) else _varint(value, 0)[0]
     return found
 
 
@@ -179,14 +187,14 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
-        number, wire = key >> 3, key & 7
-        if wire == 0:
-            value, at = _varint(data, at)
-            yield number, value
-        elif wire == 2:
+        wire = key & 7
+        if wire == 2:
             size, at = _varint(data, at)
-            yield number, data[at : at + size]
+            yield key >> 3, data[at : at + size]
             at += size
+        elif wire == 0:
+            value, at = _varint(data, at)
+            yield key >> 3, value
         elif wire in (1, 5):
             at += 8 if wire == 1 else 4
         else:
@@ -194,13 +202,16 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
+    value = data[at]
+    if value < 128:
+        return value, at + 1
+    value, shift = value & 127, 7
     while True:
-        byte = data[at]
-        value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 128:
-            return value, at
+        at += 1
+        value |= (data[at] & 127) << shift
+        if data[at] < 128:
+            return value, at + 1
+        shift += 7
 
 
 # --- conversion ------------------------------------------------------------------------------------------------------
@@ -242,7 +253,7 @@ def convert(
     }
     missing = list(itertools.dropwhile(Path.is_file, sizes))
     done = num_rows - sum(sizes[file] for file in missing)
-    rows = source.rows(done) if missing else iter(())
+    rows = source.rows(done, {*wanted, TITLE}) if missing else iter(())
     bar = tqdm(total=num_rows, initial=done, desc=f"converting {path.name}", unit="row", disable=not missing)
     try:
         for file in missing:
@@ -264,7 +275,7 @@ def convert(
 
 def _write(file: Path, rows: Iterator[Row], encoder: Encoder, user_column: str, bar: Any) -> None:
     ids = pa.list_(pa.int16() if encoder.num_ids <= 2**15 else pa.int32())
-    schema = pa.schema({user_column: pa.string(), **dict.fromkeys(encoder.encoded, ids)})
+    schema = pa.schema({user_column: pa.string(), **dict.fromkeys(encoder.encode([]), ids)})
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         while some := list(itertools.islice(rows, ROWS_AT_ONCE)):
             users = [_user_id(row[user_column], user_column) for row in some]
