@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Train on what users wrote, with a whole user as the unit of privacy: the next word, or the tags of a post.
 
-The tasks of the StackOverflow benchmark of federated learning (arXiv:2003.00295), trained from scratch:
+The tasks of the StackOverflow benchmark of federated learning (arXiv:2003.00295), from scratch or with adapters:
 
     accelerate launch recipes/stackoverflow.py                    # no arguments: the embedded job, offline
     accelerate launch recipes/stackoverflow.py --train_file stackoverflow.sqlite.lzma \
@@ -10,6 +10,7 @@ The tasks of the StackOverflow benchmark of federated learning (arXiv:2003.00295
     accelerate launch recipes/stackoverflow.py --train_file messages.jsonl.gz --validation_file held_out.jsonl.gz \
         --user_id_column author --text_column text --vocabulary_file words.txt --target_epsilon 8 \
         --local_training '{"learning_rate": 0.5}' --optim sgd --optim_args momentum=0.95 --learning_rate 1
+    accelerate launch recipes/stackoverflow.py --model_name_or_path gpt2 --lora_r 8    # and the flags above
 
 Files: the HDF5 and sqlite layouts of TensorFlow Federated, csv, tsv, json(l) and parquet (text files may be .gz). They
 are read once and converted to ids, which all processes map: `stackoverflow_files.py`. The embedded job has a synthetic
@@ -21,6 +22,7 @@ records are exact values of what a protected user wrote.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import time
@@ -34,16 +36,17 @@ if __name__ == "__main__":  # run as a script: the repository root is not on the
 
 import torch
 from datasets import Dataset
-from transformers import Trainer
+from transformers import AutoModelForCausalLM, Trainer
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
 from hf_dpopt.huggingface.refusals import check_arguments
-from recipes import options, processes, running, stackoverflow_synthetic
+from recipes import models, options, processes, running, stackoverflow_synthetic
 from recipes.stackoverflow_data import (
     TOKENS,
     Collator,
     Encoder,
     NextWords,
+    Pieces,
     Tags,
     Vocabulary,
     read_names,
@@ -56,6 +59,7 @@ from recipes.tables import TEXT_EXTENSIONS, read_table
 logger = logging.getLogger("recipes.stackoverflow")
 
 SOURCES = ("train_file", "validation_file")
+PIECES_PER_WORD = 5  # a longer text is cut
 COUNTS = ("max_words", "vocabulary_size", "num_tags", "width", "layers", "max_train_samples", "max_eval_samples")
 EMBEDDED: dict[str, Any] = {
     "target_epsilon": 8.0,
@@ -80,11 +84,11 @@ EMBEDDED_SIZE: dict[str, Any] = {"num_users": 2000, "rows_per_user": 20}
 
 
 @dataclass
-class ModelArguments:
-    """How large the model is."""
+class ModelArguments(options.ModelArguments):
+    """A pretrained model, or how large a new one is."""
 
-    width: int = field(default=96, metadata={"help": "Of the word vectors and layers of the language model."})
-    layers: int = field(default=2, metadata={"help": "Of the language model."})
+    width: int = field(default=96, metadata={"help": "Of the word vectors and layers of a new language model."})
+    layers: int = field(default=2, metadata={"help": "Of a new language model."})
 
 
 @dataclass
@@ -150,8 +154,9 @@ def main(argv: list[str]) -> None:
     encoder, model = make_model(model_args, data_args, vocabulary, training_args.seed)
     splits = read_splits(data_args, training_args, encoder, user)
     tell_of_shared_users(splits, user)
+    pieces = encoder if isinstance(encoder, Pieces) else None
     collate = Collator(len(encoder.tags) if isinstance(encoder, Tags) else 0)
-    if data_args.public_steps:
+    if data_args.public_steps and vocabulary is not None:
         known = [vocabulary.sentence(text, data_args.max_words) for text in public_texts]
         first_learn(model, known, collate, data_args.public_steps)
     trainer = DPTrainer(
@@ -160,8 +165,9 @@ def main(argv: list[str]) -> None:
         train_dataset=splits["train"],
         data_collator=collate,
         per_example_loss_func=tag_losses if data_args.task == "tags" else None,
+        processing_class=pieces.tokenizer if pieces is not None else None,
     )
-    measure = tag_metrics if data_args.task == "tags" else word_metrics
+    measure = tag_metrics if data_args.task == "tags" else functools.partial(word_metrics, pieces=pieces)
     size = training_args.per_device_eval_batch_size
 
     def results() -> dict[str, float]:
@@ -201,7 +207,7 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
     if not embedded:
         if not data_args.train_file:
             raise DPConfigError("There is no train_file. Add --train_file <table with a column of user ids>.")
-        if not (data_args.vocabulary_file or data_args.public_file):
+        if not (data_args.vocabulary_file or data_args.public_file or model_args.model_name_or_path):
             raise DPConfigError(
                 "Words need public ids, and counting them in the private records would cost privacy that nobody "
                 "accounts for. Give --vocabulary_file <one word per line>, or --public_file <public texts>."
@@ -212,6 +218,13 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
             raise DPConfigError(
                 "public_steps trains the next word on public texts. Add --public_file, or leave public_steps out."
             )
+    if model_args.model_name_or_path and (data_args.task == "tags" or data_args.public_steps):
+        raise DPConfigError(
+            "model_name_or_path: a pretrained model predicts the next word and needs no public steps. Leave out "
+            "--task tags and --public_steps, or the model."
+        )
+    if model_args.lora_r and not model_args.model_name_or_path:
+        raise DPConfigError("lora_r adapts a pretrained model. Add --model_name_or_path gpt2, or leave --lora_r out.")
     training_args.do_eval = embedded or bool(data_args.validation_file)
     training_args.privacy_config(training_args.expected_batch_size or 1)
     check_arguments(training_args)
@@ -228,8 +241,8 @@ def use_synthetic_split(data_args: DataTrainingArguments, training_args: DPTrain
     data_args.tags_file = str(folder / stackoverflow_synthetic.TAG_COUNT)
 
 
-def read_vocabulary(data_args: DataTrainingArguments) -> tuple[Vocabulary, list[str]]:
-    """The words that have ids, and public texts."""
+def read_vocabulary(data_args: DataTrainingArguments) -> tuple[Vocabulary | None, list[str]]:
+    """The words that have ids, or that the accuracy counts, and public texts."""
     texts: list[str] = []
     if data_args.public_file:
         public = read_table(data_args.public_file, kinds=TEXT_EXTENSIONS)
@@ -237,21 +250,28 @@ def read_vocabulary(data_args: DataTrainingArguments) -> tuple[Vocabulary, list[
         texts = [text_of({column: text}, column) for text in public.columns[column]]
     if data_args.vocabulary_file:
         return Vocabulary.read(data_args.vocabulary_file, data_args.vocabulary_size), texts
-    return Vocabulary.of(texts, data_args.vocabulary_size), texts
+    return Vocabulary.of(texts, data_args.vocabulary_size) if texts else None, texts
 
 
 def make_model(
-    model_args: ModelArguments, data_args: DataTrainingArguments, vocabulary: Vocabulary, seed: int
+    model_args: ModelArguments, data_args: DataTrainingArguments, vocabulary: Vocabulary | None, seed: int
 ) -> tuple[Encoder, Any]:
     """The model of the task, and what makes ids of rows for it."""
     torch.manual_seed(seed)  # of the first weights, which are public
+    text = data_args.text_column
+    if model_args.model_name_or_path:
+        config, tokenizer = models.load_config(model_args), models.load_tokenizer(model_args)
+        most = min(PIECES_PER_WORD * data_args.max_words, getattr(config, "max_position_embeddings", 2**31) - 2)
+        encoder = Pieces(tokenizer, vocabulary, text, data_args.max_words, most)
+        model = models.load_weights(AutoModelForCausalLM, model_args, config, dtype=torch.float32)
+        models.set_padding(tokenizer, model)
+        return encoder, models.choose_trained(model, model_args, "CAUSAL_LM")
+    assert vocabulary is not None
     if data_args.task == "tags":
         tags = read_names(str(data_args.tags_file), "tags_file", data_args.num_tags)
-        encoder = Tags(vocabulary, data_args.text_column, tags, data_args.tags_column)
-        return encoder, TagModel(len(vocabulary), len(tags))
+        return Tags(vocabulary, text, tags, data_args.tags_column), TagModel(len(vocabulary), len(tags))
     size = dict(width=model_args.width, layers=model_args.layers, max_words=data_args.max_words)
-    encoder = NextWords(vocabulary, data_args.text_column, data_args.max_words)
-    return encoder, language_model(len(vocabulary), **size)
+    return NextWords(vocabulary, text, data_args.max_words), language_model(len(vocabulary), **size)
 
 
 def read_splits(

@@ -6,6 +6,7 @@ Shape legend: B = records, T = words of a record, K = tags.
 from __future__ import annotations
 
 import collections
+import hashlib
 import itertools
 import json
 import re
@@ -25,6 +26,7 @@ SPECIAL = ("<pad>", "<begin>", "<end>", "<unknown>")
 IGNORED = -100
 TOKENS, TITLE = "tokens", "title"  # columns of the layouts; tokens are words separated by blanks
 COUNT = re.compile(r"\s+\d+$")
+BLANKS = ("\u0120", "\u2581")  # what byte-level and SentencePiece tokens write for a blank
 Row = Mapping[str, Any]
 
 
@@ -121,7 +123,6 @@ class Encoder(Protocol):
 
     Attributes:
         columns: columns that it reads, and the options that name them.
-        encoded: columns that it writes.
         num_ids: number of different ids.
     """
 
@@ -129,13 +130,10 @@ class Encoder(Protocol):
     def columns(self) -> dict[str, str]: ...
 
     @property
-    def encoded(self) -> tuple[str, ...]: ...
-
-    @property
     def num_ids(self) -> int: ...
 
     def encode(self, rows: Sequence[Row]) -> dict[str, list[list[int]]]:
-        """Return the written columns: ids of each row."""
+        """Return columns of ids, one list per row."""
         ...
 
     def check(self, name: str, table: Any) -> None:
@@ -155,8 +153,6 @@ class NextWords:
     text_column: str
     max_words: int
 
-    encoded = ("input_ids",)
-
     @property
     def columns(self) -> dict[str, str]:
         return {self.text_column: "text_column"}
@@ -174,6 +170,93 @@ class NextWords:
         check_words(self.vocabulary, name, table)
 
 
+class Pieces:
+    """Sentences in the tokens of a pretrained model, to predict the next word piece by piece.
+
+    Args:
+        tokenizer: marks the blank before a word in the first of its pieces, as GPT-2's and Llama's do.
+        vocabulary: words that the accuracy counts, to compare with models of words; None for all.
+        text_column: column of the texts.
+        max_words: words of a text that are used.
+        max_pieces: tokens of a text that are used.
+
+    Raises:
+        DPConfigError: for a tokenizer that does not mark blanks.
+    """
+
+    def __init__(
+        self, tokenizer: Any, vocabulary: Vocabulary | None, text_column: str, max_words: int, max_pieces: int
+    ):
+        self.tokenizer, self._column, self._max_words, self._max_pieces = tokenizer, text_column, max_words, max_pieces
+        names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+        self._end = tokenizer.eos_token_id
+        self._begin = self._end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        self._starts = [name is not None and name.startswith(BLANKS) for name in names]
+        for first, *others in self._cut(["the", "reproducibly"]):
+            if not self._starts[first] or any(self._starts[i] for i in others):
+                raise DPConfigError(
+                    f"model_name_or_path: {type(tokenizer).__name__} does not mark where a word begins, so that no "
+                    "accuracy of words can be computed. Use a model with GPT-2's or Llama's tokens."
+                )
+        for special in tokenizer.all_special_ids:
+            self._starts[special] = True
+        self._known = None if vocabulary is None else {tuple(pieces) for pieces in self._cut(vocabulary.words)}
+
+    def __repr__(self) -> str:
+        digest = hashlib.sha256(repr(sorted(self.tokenizer.get_vocab().items())).encode()).hexdigest()
+        return f"Pieces({digest}, {self._column!r}, {self._max_words}, {self._max_pieces})"
+
+    @property
+    def columns(self) -> dict[str, str]:
+        return {self._column: "text_column"}
+
+    @property
+    def num_ids(self) -> int:
+        return len(self.tokenizer)
+
+    def encode(self, rows: Sequence[Row]) -> dict[str, list[list[int]]]:
+        texts = [text_of(row, self._column).split(" ")[: self._max_words] for row in rows]
+        distinct = list({word for words in texts for word in words})
+        pieces = dict(zip(distinct, self._cut(distinct), strict=True))
+        encoded = []
+        for words in texts:
+            ids = [i for word in words for i in pieces[word]][: self._max_pieces]
+            encoded.append([self._begin, *ids, *([self._end] if len(words) < self._max_words else [])])
+        return {"input_ids": encoded}
+
+    def check(self, name: str, table: Any) -> None:
+        pass  # a tokenizer has pieces for every text
+
+    def judge(
+        self, said_BT: torch.Tensor, targets_BT: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Judge words by their pieces: right if all are, and the piece predicted next begins another word.
+
+        Args:
+            said_BT: most likely tokens at each position, the one after the last target included, (B, T + 1).
+            targets_BT: tokens that come next, `IGNORED` behind the text, (B, T).
+
+        Returns:
+            For each target token: whether it begins a word or is special, whether that word counts, and whether it
+            counts and is right; booleans, (3, B, T).
+        """
+        starts_BT, counts_BT, right_BT = judged = torch.zeros(3, *targets_BT.shape, dtype=torch.bool)
+        specials = set(self.tokenizer.all_special_ids)
+        for b, (said, padded) in enumerate(zip(said_BT.tolist(), targets_BT.tolist(), strict=True)):
+            targets = [i for i in padded if i != IGNORED]
+            bounds = [t for t, i in enumerate(targets) if self._starts[i]] + [len(targets)]
+            for first, end in itertools.pairwise(bounds):
+                word = targets[first:end]
+                starts_BT[b, first] = True
+                if word[0] not in specials and (self._known is None or tuple(word) in self._known):
+                    counts_BT[b, first] = True
+                    right_BT[b, first] = said[first:end] == word and self._starts[said[end]]
+        return judged
+
+    def _cut(self, words: Sequence[str]) -> list[list[int]]:
+        return self.tokenizer([f" {word}" for word in words], add_special_tokens=False)["input_ids"] if words else []
+
+
 @dataclass(frozen=True)
 class Tags:
     """All known words of text and title, repeated as they are, and the numbers of the known tags of a post."""
@@ -182,8 +265,6 @@ class Tags:
     text_column: str
     tags: tuple[str, ...]
     tags_column: str
-
-    encoded = ("input_ids", "tags")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_numbers", {tag: k for k, tag in enumerate(self.tags)})

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedConfig
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from recipes.stackoverflow_data import BEGIN, END, IGNORED, PAD, UNKNOWN, Collator
+from recipes.stackoverflow_data import BEGIN, END, IGNORED, PAD, UNKNOWN, Collator, Pieces
 
 RECALL_AT = 5
 PUBLIC_RATE = 3e-3
@@ -99,23 +99,35 @@ def _tally_users(tallies: dict[str, np.ndarray], users: list[str], columns: Sequ
 
 
 def word_metrics(
-    model: nn.Module, dataset: Dataset, user_column: str, collate: Collator, size: int
+    model: nn.Module,
+    dataset: Dataset,
+    user_column: str,
+    collate: Collator,
+    size: int,
+    pieces: Pieces | None = None,
 ) -> dict[str, float]:
     """Accuracy of the next word as the StackOverflow benchmark has it: padding, unknown words and ends do not count.
 
+    Args:
+        pieces: how the tokens make up words; None for a word per token.
+
     Returns:
-        ``accuracy`` and ``perplexity`` over all words that count (perplexity: all targets but padding), and
+        ``accuracy`` over all words that count, ``perplexity`` of all words, unknown ones and ends included, and
         ``user_accuracy``, ``user_perplexity``: the mean over users of their own (for perplexity, of the losses).
     """
     tallies: dict[str, np.ndarray] = collections.defaultdict(lambda: np.zeros(4))
     for logits_BTV, labels_BT, users in _batches(model, dataset, user_column, collate, size):
-        targets_BT = labels_BT[:, 1:]
+        said_BT, targets_BT = logits_BTV.argmax(dim=-1), labels_BT[:, 1:]
         losses_BT = nn.functional.cross_entropy(
             logits_BTV[:, :-1].flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction="none"
         ).view(targets_BT.shape)
-        counts_BT = (targets_BT != IGNORED) & (targets_BT != UNKNOWN) & (targets_BT != END)
-        right_BT = (logits_BTV[:, :-1].argmax(dim=-1) == targets_BT) & counts_BT
-        _tally_users(tallies, users, (right_BT, counts_BT, losses_BT, targets_BT != IGNORED))
+        if pieces is not None:
+            words_BT, counts_BT, right_BT = pieces.judge(said_BT, targets_BT)
+        else:
+            words_BT = targets_BT != IGNORED
+            counts_BT = words_BT & (targets_BT != UNKNOWN) & (targets_BT != END)
+            right_BT = (said_BT[:, :-1] == targets_BT) & counts_BT
+        _tally_users(tallies, users, (right_BT, counts_BT, losses_BT, words_BT))
     right, counted, loss, targets = np.stack(list(tallies.values())).T
     seen, some = targets > 0, counted > 0
     return {

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from transformers import AutoTokenizer, BertTokenizer, GPT2LMHeadModel
 
 from hf_dpopt import DPConfigError
 from recipes import stackoverflow, stackoverflow_files
@@ -25,6 +26,7 @@ from recipes.stackoverflow_data import (
     UNKNOWN,
     Collator,
     NextWords,
+    Pieces,
     Tags,
     Vocabulary,
     read_names,
@@ -32,6 +34,7 @@ from recipes.stackoverflow_data import (
 from recipes.stackoverflow_files import open_source, parse_example
 from recipes.stackoverflow_model import TagModel, language_model, tag_losses, tag_metrics, word_metrics
 from recipes.stackoverflow_synthetic import example
+from tests.ranks import launch
 from tests.recipes.texts import words
 
 pytestmark = pytest.mark.slow
@@ -371,6 +374,86 @@ def test_a_language_model_has_a_word_per_token():
     assert model(input_ids=torch.zeros(2, 8, dtype=torch.long)).logits.shape == (2, 8, 50)
 
 
+# --- pretrained models -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def reference_words(model, tokenizer, words: list[str]) -> list[str]:
+    """What a model says at the place of every word, given all words before: token after token, until the next begins."""
+    said = []
+    for k in range(len(words)):
+        ids = [tokenizer.eos_token_id] + [i for w in words[:k] for i in tokenizer(f" {w}")["input_ids"]]
+        text, start = "", len(ids)
+        while len(ids) < start + 12:
+            following = int(model(torch.tensor([ids])).logits[0, -1].argmax())
+            token = tokenizer.convert_ids_to_tokens(following)
+            if len(ids) > start and (token.startswith("\u0120") or following == tokenizer.eos_token_id):
+                break
+            ids.append(following)
+            text = tokenizer.decode(ids[start:])
+        said.append(text)
+    return said
+
+
+@pytest.fixture(scope="module")
+def trained_gpt2(gpt2_dir, tmp_path_factory):
+    """A tiny GPT-2 that has learned some of the sentences, so that it is right about words of several pieces."""
+    tokenizer, model = AutoTokenizer.from_pretrained(gpt2_dir), GPT2LMHeadModel.from_pretrained(gpt2_dir).float()
+    tokenizer.pad_token = tokenizer.eos_token
+    texts = [" the mill by the river is cheap", " the millstones lie by the riverside", " a one-liner isn't cheap ."]
+    batch = tokenizer([f"{tokenizer.eos_token}{text}{tokenizer.eos_token}" for text in texts], return_tensors="pt",
+                      padding=True)  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(60):
+        model(**batch, labels=batch["input_ids"]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    folder = tmp_path_factory.mktemp("trained")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("known", [None, ("the", "mill", "riverside", "isn't", "cheap", "a")], ids=["all", "known"])
+def test_the_accuracy_of_pieces_is_that_of_words(trained_gpt2, known):
+    """A word is right if the pieces that the model would say make up that word, and no longer one."""
+    tokenizer = AutoTokenizer.from_pretrained(trained_gpt2)
+    model = GPT2LMHeadModel.from_pretrained(trained_gpt2).eval()
+    texts = ["the mill by the river is cheap", "the mill by the riverside", "a one-liner isn't cheap .", "the millstone",
+             "a mill isn't a  größe", ""]  # fmt: skip
+    pieces = Pieces(tokenizer, known and Vocabulary(known), "tokens", 5, 60)
+    data = Dataset.from_dict({"user": list("xxyyzz"), **pieces.encode([{"tokens": text} for text in texts])})
+    found = word_metrics(model, data, "user", Collator(), 4, pieces)
+    right, counted = dict.fromkeys("xyz", 0), dict.fromkeys("xyz", 0)
+    for user, text in zip("xxyyzz", texts, strict=True):
+        words = text.split(" ")[:5]
+        for word, said in zip(words, reference_words(model, tokenizer, words), strict=True):
+            if known is None or word in known:
+                counted[user] += 1
+                right[user] += said == f" {word}"
+    assert 0 < sum(right.values()) < sum(counted.values())
+    assert found["accuracy"] == pytest.approx(sum(right.values()) / sum(counted.values()))
+    assert found["user_accuracy"] == pytest.approx(np.mean([right[u] / counted[u] for u in "xyz" if counted[u]]))
+
+
+def test_texts_as_pieces(gpt2_dir):
+    tokenizer = AutoTokenizer.from_pretrained(gpt2_dir)
+    end = tokenizer.eos_token_id
+    ids = Pieces(tokenizer, None, "tokens", 3, 60).encode([{"tokens": t} for t in ("the mill", "the mill is cheap")])
+    assert [tokenizer.decode(row[1:]) for row in ids["input_ids"]] == [
+        f" the mill{tokenizer.eos_token}",
+        " the mill is",
+    ]
+    assert {row[0] for row in ids["input_ids"]} == {end}
+    cut = Pieces(tokenizer, None, "tokens", 3, 2).encode([{"tokens": "reproducibly"}])["input_ids"]
+    assert len(cut[0]) == 4 and cut[0][-1] == end
+
+
+def test_a_tokenizer_that_marks_no_blanks_is_refused():
+    with pytest.raises(DPConfigError, match="does not mark where a word begins"):
+        Pieces(BertTokenizer(vocab={"[UNK]": 0, "the": 1, "[SEP]": 2, "[PAD]": 3}), None, "tokens", 3, 60)
+
+
 # --- whole runs ------------------------------------------------------------------------------------------------------
 
 
@@ -418,6 +501,42 @@ def test_next_words(files, capsys, more):
     assert "One *user* is protected" in statement and "(column `author`)" in statement
 
 
+EVERYTHING = {
+    "lora_r": "4", "local_training": '{"learning_rate": 0.1}', "noise_mechanism": "nu_dpftrl",
+    "preconditioner": "dp2_rmsprop", "preconditioner_kwargs": '{"delay": 1}', "filter": "first_order_v1",
+    "optim": "sgd", "max_steps": "2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_pretrained_model_with_adapters_and_all_stages(files, gpt2_dir, size):
+    changes = {**EVERYTHING, "model_name_or_path": gpt2_dir, "width": None, "layers": None}
+
+    def train():
+        assert stackoverflow.run(arguments(**changes)) == 0
+
+    launch(train, size, files / "logs")
+    results = json.loads((files / "out" / "all_results.json").read_text())
+    assert results["epsilon"] <= 8 and 0 <= results["eval_accuracy"] <= 1
+    shown = (files / "logs" / "rank-0.log").read_text()
+    assert "before training" in shown and "unit: user" in shown and (files / "out" / "adapter_config.json").is_file()
+
+
+def test_a_small_pretrained_gpt2_knows_words(shared_data, files, capsys):
+    """The synthetic split would tell nothing: it has no English."""
+    model = shared_data.parent / "models" / "tiny-gpt2"
+    if not model.is_dir():
+        pytest.skip(f"no pretrained GPT-2 at {model}")
+    (files / "english.jsonl").write_text("".join(
+        json.dumps({"author": str(i), "text": "this is one of the best films that i have seen in a long time ."}) + "\n"
+        for i in range(4)
+    ))  # fmt: skip
+    changes = {"model_name_or_path": str(model), "lora_r": "8", "validation_file": "english.jsonl", "max_steps": "1",
+               "vocabulary_file": None, "width": None, "layers": None}  # fmt: skip
+    assert stackoverflow.run(arguments(**changes)) == 0, capsys.readouterr().err
+    assert json.loads((files / "out" / "all_results.json").read_text())["eval_accuracy"] > 0.2
+
+
 def test_tags(files, capsys):
     assert stackoverflow.run(arguments(task="tags", tags_file="tags.txt")) == 0, capsys.readouterr().err
     results = json.loads((files / "out" / "all_results.json").read_text())
@@ -444,6 +563,11 @@ REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     "no tag in the posts": ({"task": "tags", "tags_file": "other_tags.json"}, "none of its 2 tags.*--tags_column"),
     "no word in the texts": ({"vocabulary_file": "other_words.txt"}, "none of its 1 words.*--text_column"),
     "no such column": ({"user_id_column": "writer"}, "no column 'writer'"),
+    "tags of a pretrained model": (
+        {"model_name_or_path": "gpt2", "task": "tags", "tags_file": "tags.txt"},
+        "Leave out",
+    ),
+    "adapters of no model": ({"lora_r": "8"}, "Add --model_name_or_path"),
     "an odd width": ({"width": "50"}, "multiple of 32"),
     "no words": ({"max_words": "0"}, "max_words=0"),
     "public steps without public text": ({"public_steps": "5"}, "Add --public_file"),
