@@ -168,7 +168,10 @@ class _Choice:
     @functools.cached_property
     def stage(self) -> Preclip:
         """The preconditioner."""
-        return self.preclip or make_preclip(self.config.preconditioner, self.config.preconditioner_kwargs)
+        recorded = None if self.recorded is None else self.recorded.preclip
+        return self.preclip or make_preclip(
+            self.config.preconditioner, self.config.preconditioner_kwargs, self.num_steps, recorded
+        )
 
     @functools.cached_property
     def changes(self) -> ScaleChanges | None:

@@ -43,8 +43,19 @@ PRECLIPS: dict[str, Any] = {  # name -> (spec, what the name says already)
 }
 
 
-def make_preclip(name: str, options: Mapping[str, Any] | None = None) -> Preclip:
+def make_preclip(
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    num_steps: int | None = None,
+    recorded: Mapping[str, Any] | None = None,
+) -> Preclip:
     """The spec of a registered preconditioner.
+
+    Args:
+        name: see `PRECLIPS`.
+        options: its options.
+        num_steps: planned steps, which some defaults follow from; None for the defaults of its class.
+        recorded: `Preclip.parameters` of the run that this one continues; its defaults are kept.
 
     Raises:
         DPConfigError: for an unknown name or option, or values out of range.
@@ -56,7 +67,9 @@ def make_preclip(name: str, options: Mapping[str, Any] | None = None) -> Preclip
     if unknown:
         what = f"It knows: {', '.join(known)}." if known else "It has no options: leave preconditioner_kwargs out."
         raise DPConfigError(f"preconditioner={name!r} does not know {', '.join(unknown)}. {what}")
-    return cls(**fixed, **(options or {}))
+    defaults = {} if num_steps is None else cls.defaults(num_steps, options or {})
+    kept = {name: value for name, value in (recorded or {}).items() if name in defaults}
+    return cls(**fixed | defaults | kept | dict(options or {}))
 
 
 __all__ = [

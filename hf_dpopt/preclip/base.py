@@ -244,6 +244,11 @@ class Preclip(abc.ABC):
         """Whether the noise that it leaves is of one level in all coordinates, for optimizers that correct for it."""
         return True
 
+    @classmethod
+    def defaults(cls, num_steps: int, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Defaults that follow from the planned steps, where the user gave `options`; none, unless it says otherwise."""
+        return {}
+
     def check_steps(self, num_steps: int) -> None:
         """Refuse a run in which it would never act; it acts at once, unless it says otherwise."""
         return None

@@ -38,7 +38,8 @@ class DelayedPreconditioner(DividingByMoment):
     step of ``"algorithm2"`` that needs one of the two is noised and paid for as if it needed both.
 
     Args:
-        delay: s1, steps of SGD, from which D is made; >= 1.
+        delay: s1, steps of SGD, from which D is made; >= 1. A plan that is not told takes a tenth of its steps, at
+            most 200.
         adaptive_steps: s2, steps that use it; None for s1, as in the paper.
         eps: floor of D, in gradient units; > 0. None takes the stddev of the noise in the mean of the SGD phase:
             below it, a D is a draw of the noise.
@@ -84,6 +85,11 @@ class DelayedPreconditioner(DividingByMoment):
                 "delay=1 with variant='algorithm2' takes the plain release in every step and never divides. Use a "
                 "delay of 2 or more."
             )
+
+    @classmethod
+    def defaults(cls, num_steps: int, options: Mapping[str, Any]) -> dict[str, Any]:
+        least = 2 if options.get("variant") == "algorithm2" else 1
+        return {"delay": min(cls.delay, max(least, num_steps // 10))}
 
     def check_steps(self, num_steps: int) -> None:
         if self.delay >= num_steps:

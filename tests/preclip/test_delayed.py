@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hf_dpopt import DPConfigError
+from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
 from hf_dpopt.postprocess import IndependentNoise
 from hf_dpopt.preclip import DelayedPreconditioner, make_preclip, queries
 from hf_dpopt.preclip.delayed import VARIANTS
@@ -197,8 +197,30 @@ def test_what_is_out_of_range_is_refused(options, match):
         DelayedPreconditioner(**options)
 
 
+@pytest.mark.parametrize(
+    ("options", "num_steps", "delay"),
+    [({}, 8, 1), ({}, 50, 5), ({}, 5000, 200), ({"variant": "algorithm2"}, 8, 2), ({"delay": 3}, 50, 3)],
+)
+def test_a_plan_takes_a_tenth_of_its_steps_for_the_delay(options, num_steps, delay):
+    config = PrivacyConfig(
+        target_epsilon=8, target_delta=1e-5, expected_batch_size=20, preconditioner="dp2_rmsprop",
+        preconditioner_kwargs=options,
+    )  # fmt: skip
+    assert make_plan(config, num_examples=1000, num_steps=num_steps).preclip.delay == delay
+
+
+def test_a_continued_run_keeps_its_delay():
+    config = PrivacyConfig(
+        noise_multiplier=1, target_delta=1e-5, expected_batch_size=20, preconditioner="dp2_rmsprop"
+    )  # fmt: skip
+    plan = make_plan(config, num_examples=1000, num_steps=50)
+    longer = make_plan(config, num_examples=1000, num_steps=80, recorded=plan.record)
+    assert longer.preclip.delay == plan.preclip.delay == 5
+
+
 def test_options_of_a_name_are_checked():
     assert make_preclip("dp2_yogi", {"delay": 7}).second_moment == "yogi"
+    assert make_preclip("dp2_yogi", {"delay": 7}, 20).delay == 7
     with pytest.raises(DPConfigError, match="does not know delays.*It knows: delay"):
         make_preclip("dp2_rmsprop", {"delays": 7})
     with pytest.raises(DPConfigError, match="does not know second_moment"):
