@@ -271,7 +271,7 @@ class PreconditionerOptions:
     preconditioner_kwargs: dict[str, Any] | str | None = option(
         None,
         'Its options, JSON: \'{"delay": 20, "clipping_norm": 5}\' for dp2_* (delay: a tenth of the steps, at most 200), '
-        '\'{"quantile": 0.5}\' for quantile.',
+        "'{\"quantile\": 0.5}' for quantile.",
     )
 
 

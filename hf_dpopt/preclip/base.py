@@ -246,7 +246,7 @@ class Preclip(abc.ABC):
 
     @classmethod
     def defaults(cls, num_steps: int, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Defaults that follow from the planned steps, where the user gave `options`; none, unless it says otherwise."""
+        """Defaults that follow from the planned steps, beside the `options` of the user; none by default."""
         return {}
 
     def check_steps(self, num_steps: int) -> None:
