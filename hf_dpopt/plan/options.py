@@ -270,7 +270,7 @@ class PreconditionerOptions:
     )
     preconditioner_kwargs: dict[str, Any] | str | None = option(
         None,
-        'Its options, JSON: \'{"delay": 20, "clipping_norm": 5}\' for dp2_* (delay: a tenth of the steps, at most 200), '
+        'Its options, JSON: \'{"delay": 20, "clipping_norm": 5}\' for dp2_* (delay: by default a tenth of the steps), '
         "'{\"quantile\": 0.5}' for quantile.",
     )
 
