@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from dp_accounting import (
-    DpEvent,
     GaussianDpEvent,
     NeighboringRelation,
     PoissonSampledDpEvent,
@@ -30,7 +29,7 @@ from scipy.special import log_ndtr, ndtr, ndtri
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.extras import import_extra
-from hf_dpopt.verify.events import MOVES, Leaves, on_sample
+from hf_dpopt.verify.events import MOVES, Leaves
 from hf_dpopt.verify.outcome import Inapplicable, Unknown
 
 TOLERANCE = 1e-3  # relative, by which a claim may lie below a recomputed value: grids differ
@@ -79,7 +78,7 @@ def uncut(leaves: Leaves, delta: float) -> tuple[Leaves, float]:
     return (found, delta - cost) if cost <= CAP_SHARE * delta else (leaves, delta)
 
 
-def by_gaussian(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
+def by_gaussian(leaves: Leaves, delta: float, adjacency: str, claimed: float) -> Recomputed:
     """Exact epsilon of plain Gaussian mechanisms (arXiv:1805.06530, Theorem 8).
 
     Raises:
@@ -110,7 +109,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return float(optimize.brentq(excess, 0.0, high, xtol=1e-12, rtol=1e-12))
 
 
-def by_pld(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
+def by_pld(leaves: Leaves, delta: float, adjacency: str, claimed: float) -> Recomputed:
     """Epsilon from privacy loss distributions, rounded pessimistically (arXiv:2207.04380).
 
     Raises:
@@ -122,43 +121,25 @@ def by_pld(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
     leaves, delta = uncut(leaves, delta)
     if not _supports(PLDAccountant(RELATIONS[adjacency]), leaves):
         raise Inapplicable(f"it has no analysis of these batches under {adjacency}")
-    floor, steps = _floor(leaves), _num_grids(leaves)
-    epsilon = _guess(leaves, delta, adjacency)
-    for _ in range(4):
-        grid = max(floor, _grid(epsilon, steps))
-        if epsilon > LARGEST or grid > max(1.0, epsilon):
-            raise Unknown(f"epsilon is above {LARGEST:g}, where privacy losses overflow")
-        epsilon = float(_composed(PLDAccountant(RELATIONS[adjacency], grid), leaves).get_epsilon(delta))
-        if not math.isfinite(epsilon):
-            raise Unknown("its bound is infinite")
-        if grid <= max(floor, 1.5 * _grid(epsilon, steps)):
-            break
+    grid, steps = _interval(leaves, claimed), _num_grids(leaves)
+    if claimed > LARGEST or grid > max(1.0, claimed):
+        raise Unknown(f"epsilon is above {LARGEST:g}, where privacy losses overflow")
+    epsilon = float(_composed(PLDAccountant(RELATIONS[adjacency], grid), leaves).get_epsilon(delta))
+    if not math.isfinite(epsilon):
+        raise Unknown("its bound is infinite")
     excess = (4 + 0.12 * epsilon) * steps * (grid / max(epsilon, 1e-3)) ** 2
     return Recomputed(epsilon, least=epsilon if excess <= TOLERANCE else 0.0)
 
 
-def _rate_and_noise(leaf: DpEvent) -> tuple[float, float]:
-    """Sample rate and noise of a mechanism, of a mixture those of about as much."""
+def _rate_and_noise(leaf: Any) -> tuple[float, float]:
+    """Sample rate of a mechanism, and its noise / the most that a record moves."""
     if isinstance(leaf, GaussianDpEvent):
         return 1.0, leaf.noise_multiplier
     if isinstance(leaf, PoissonSampledDpEvent):
         return leaf.sampling_probability, _rate_and_noise(leaf.event)[1]
     if isinstance(leaf, MixtureOfGaussiansDpEvent):
-        pairs = list(zip(leaf.sensitivities, leaf.sampling_probs, strict=True))
-        q = min(1.0, sum(p for shift, p in pairs if shift > 0))
-        return q, leaf.standard_deviation * q / sum(shift * p for shift, p in pairs)
-    return leaf.sampling_probability, leaf.noise_multiplier  # type: ignore[attr-defined]
-
-
-def _floor(leaves: Leaves) -> float:
-    """Smallest interval of the privacy loss that leaves few enough points."""
-    noise = min(
-        leaf.standard_deviation / max(leaf.sensitivities)
-        if isinstance(leaf, MixtureOfGaussiansDpEvent)
-        else _rate_and_noise(leaf)[1]
-        for leaf, _ in leaves
-    )
-    return (40 / noise + 4 / noise**2) / MOST_POINTS
+        return 1.0, leaf.standard_deviation / max(leaf.sensitivities)
+    return leaf.sampling_probability, leaf.noise_multiplier
 
 
 def _num_grids(leaves: Leaves) -> int:
@@ -166,17 +147,11 @@ def _num_grids(leaves: Leaves) -> int:
     return sum(1 if isinstance(leaf, GaussianDpEvent) else count for leaf, count in leaves)
 
 
-def _grid(epsilon: float, steps: int) -> float:
-    """Interval of the privacy loss: rounding one step to g adds a variance of about g^2 / 4."""
-    epsilon = max(epsilon, 1e-3)
-    return min(epsilon * math.sqrt(GRID_ERROR / ((4 + 0.12 * epsilon) * steps)), epsilon / 200)
-
-
-def _guess(leaves: Leaves, delta: float, adjacency: str) -> float:
-    """Rough size of epsilon, for the first grid alone."""
-    parts = [(*_rate_and_noise(leaf), count) for leaf, count in leaves]
-    rough = [(on_sample(q, noise / MOVES[adjacency]), count) for q, noise, count in parts]
-    return 0.7 * by_rdp(rough, delta, "add_or_remove_one").epsilon
+def _interval(leaves: Leaves, epsilon: float) -> float:
+    """Interval of the privacy loss: rounding one step to g adds a variance of about g^2 / 4; not too many points."""
+    epsilon, noise = max(epsilon, 1e-3), min(_rate_and_noise(leaf)[1] for leaf, _ in leaves)
+    fine = epsilon * math.sqrt(GRID_ERROR / ((4 + 0.12 * epsilon) * _num_grids(leaves)))
+    return max(min(fine, epsilon / 200), (40 / noise + 4 / noise**2) / MOST_POINTS)
 
 
 def true_positives(leaves: Leaves, false_positives: float, epsilon: float, delta: float, adjacency: str) -> float:
@@ -190,8 +165,7 @@ def true_positives(leaves: Leaves, false_positives: float, epsilon: float, delta
     steps, left = uncut(leaves, delta)
     if not _supports(PLDAccountant(RELATIONS[adjacency]), steps):
         raise Unknown("no independent accountant knows the whole profile of these batches")
-    grid = max(_floor(steps), 2 * _grid(epsilon, _num_grids(steps)))
-    losses = _composed(PLDAccountant(RELATIONS[adjacency], grid), steps)
+    losses = _composed(PLDAccountant(RELATIONS[adjacency], 2 * _interval(steps, epsilon)), steps)
     t = np.linspace(0.0, 2 * epsilon + 1, POINTS)
     deltas = np.minimum(1.0, np.array([losses.get_delta(float(x)) for x in t]) + delta - left)
     bounds = np.minimum(
@@ -210,7 +184,7 @@ def _composed(accountant: PrivacyAccountant, leaves: Leaves) -> Any:
     return accountant
 
 
-def by_rdp(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
+def by_rdp(leaves: Leaves, delta: float, adjacency: str, claimed: float) -> Recomputed:
     """Epsilon from Renyi divergences: a looser upper bound (arXiv:1908.10530).
 
     Raises:
@@ -225,7 +199,7 @@ def by_rdp(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
         return Recomputed(float(_composed(RdpAccountant(), leaves).get_epsilon(delta)))
 
 
-def by_prv(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
+def by_prv(leaves: Leaves, delta: float, adjacency: str, claimed: float) -> Recomputed:
     """Lower and upper end of epsilon from opacus (arXiv:2106.02848).
 
     Raises:
@@ -237,10 +211,9 @@ def by_prv(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
     leaves, delta = uncut(leaves, delta)
     if not leaves or not all(isinstance(leaf, PoissonSampledDpEvent) for leaf, _ in leaves):
         raise Inapplicable("not all steps are Poisson-sampled Gaussian mechanisms")
-    rough = _guess(leaves, delta, adjacency)
-    if rough > LARGEST:
+    if claimed > LARGEST:
         raise Unknown(f"epsilon is above {LARGEST:g}, where privacy losses overflow")
-    error = max(2e-3, 5e-3 * rough)  # what its time is inversely proportional to
+    error = max(2e-3, 5e-3 * claimed)  # what its time is inversely proportional to
     with warnings.catch_warnings(), _quiet():
         warnings.simplefilter("ignore")
         try:

@@ -24,7 +24,7 @@ from hf_dpopt.verify.outcome import (
 from hf_dpopt.verify.reading import Fields
 
 PRV = "opacus PRV"
-ACCOUNTANTS: dict[str, Callable[[Leaves, float, str], Recomputed]] = {
+ACCOUNTANTS: dict[str, Callable[[Leaves, float, str, float], Recomputed]] = {
     "exact Gaussian": accountants.by_gaussian,
     "dp-accounting PLD": accountants.by_pld,
     "dp-accounting RDP": accountants.by_rdp,
@@ -99,7 +99,7 @@ def check_epsilon(what: str, claimed: float, leaves: Leaves, delta: float, adjac
     found: dict[str, Recomputed | Unknown] = {}
     for name, recompute in ACCOUNTANTS.items():
         try:
-            found[name] = recompute(leaves, delta, adjacency)
+            found[name] = recompute(leaves, delta, adjacency, claimed)
         except Inapplicable:
             continue
         except Unknown as error:
@@ -143,7 +143,7 @@ def _spelt(value: float) -> float | str:
 
 def _of_bins(report: Report, what: str, claimed: float, chains: tuple[int, ...], leaves: Leaves) -> list[Check]:
     """Balls in bins: the bound of a record whose bin is known, and a simulation."""
-    known = accountants.by_gaussian(leaves, report.delta, report.mechanism.adjacency).epsilon
+    known = accountants.by_gaussian(leaves, report.delta, report.mechanism.adjacency, claimed).epsilon
     status = NOT_CHECKED if _is_below(claimed, known) else OK
     said = f"{known:.6g} if the batches are known{_apart(claimed, known)}"
     title = f"{EPSILON} of {what}, {SIMULATION}"
