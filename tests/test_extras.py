@@ -19,10 +19,10 @@ from hf_dpopt import DPConfigError
 from hf_dpopt.common.extras import EXTRAS
 from hf_dpopt.experimental.strongly_convex import strongly_convex_bound
 from hf_dpopt.noise import IdentityStrategy
-from hf_dpopt.report.figures import pyplot
 from recipes.canary_losses import _adapted
 from recipes.models import add_lora
 from recipes.options import ModelArguments
+from recipes.paper.runs import pyplot
 from recipes.stackoverflow_files import H5Rows
 
 # Packages that are loaded before code of ours asks for them: by a model with adapters, or by a dataset of Arrow files.

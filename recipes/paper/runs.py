@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import importlib
 import json
 import math
 import platform
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import t as student
 
-from hf_dpopt.report.figures import pyplot
+from hf_dpopt.common.extras import import_extra
 
 MAX_RATES = 10  # tried for one cell
 PACKAGES = ("numpy", "scipy", "torch", "transformers", "dp-accounting")
@@ -252,6 +253,18 @@ def log_slope(x: Any, y: Any) -> Any:
 
 
 # --- plots -----------------------------------------------------------------------------------------------------------
+
+
+def pyplot() -> Any:
+    """Matplotlib without a display.
+
+    Raises:
+        DPConfigError: if it is not installed.
+    """
+    import_extra("matplotlib", "A plot").use("Agg")
+    plt = importlib.import_module("matplotlib.pyplot")
+    plt.rcParams.update({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True})
+    return plt
 
 
 def panels(num: int, width: float = 4.2, height: float = 3.6) -> tuple[Any, list[Any]]:
