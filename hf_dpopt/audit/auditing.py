@@ -124,10 +124,8 @@ def judge(observation: Observation, setting: Mapping[str, Any], *, significance:
     scores = log_likelihood_ratios(whitened)
     scored = (scores, observation.included)
     surely = lower_bounds(*scored, delta=plan.delta, significance=FALSE_ALARM / 2)["one_run"]
-    is_below = surely <= observation.epsilon
-    claim = Finding(
-        CLAIM, is_below, f"{surely:.3g}, surely, of {observation.epsilon:.4g}", 1.0 if is_below else FALSE_ALARM / 2
-    )
+    is_below, words = surely <= observation.epsilon, f"{surely:.3g}, surely, of {observation.epsilon:.4g}"
+    claim = Finding(CLAIM, is_below, words, 1.0 if is_below else FALSE_ALARM / 2)
     return Audit(
         claimed_epsilon=observation.epsilon,
         delta=plan.delta,

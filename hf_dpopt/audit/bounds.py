@@ -23,7 +23,8 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from scipy import optimize, special, stats
+from dp_accounting import get_epsilon_gaussian
+from scipy import special, stats
 
 from hf_dpopt.common.errors import DPConfigError
 
@@ -169,17 +170,4 @@ def _largest(is_refuted: Callable[[float], bool], most: float) -> float:
 
 def epsilon_of_gaussian(mu: float, delta: float) -> float:
     """Epsilon at `delta` of a mu-GDP mechanism (Dong, Roth and Su 2022, arXiv:1905.02383, Corollary 2.13)."""
-    if mu <= 0:
-        return 0.0
-
-    def gap(epsilon: float) -> float:
-        log_first = special.log_ndtr(-epsilon / mu + mu / 2)
-        log_second = epsilon + special.log_ndtr(-epsilon / mu - mu / 2)
-        return float(math.exp(log_first) * -math.expm1(min(log_second - log_first, 0.0))) - delta
-
-    if gap(0.0) <= 0:
-        return 0.0
-    high = 1.0
-    while gap(high) > 0:
-        high *= 2
-    return float(optimize.brentq(gap, 0.0, high, xtol=1e-9))
+    return float(get_epsilon_gaussian(1 / mu, delta)) if mu > 0 else 0.0

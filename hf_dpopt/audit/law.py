@@ -186,12 +186,10 @@ def sampling(w: Whitened, alpha: float) -> Finding:
         most = drawn.sum(axis=0).max()
         allowed = sampler.max_participations(len(drawn))
         words = f"a canary was in at most {most} steps, {allowed} allowed"
-        return Finding("sampling", bool(most <= allowed), words, 1.0 if most <= allowed else 0.0)
+        return _finding("sampling", most <= allowed, alpha, words)
     rate, (num_steps, num) = sampler.sample_rate, drawn.shape
     if rate == 1:
-        return Finding(
-            "sampling", bool(drawn.all()), f"{drawn.mean():.4f} of the canaries in a batch, of 1", float(drawn.all())
-        )
+        return _finding("sampling", drawn.all(), alpha, f"{drawn.mean():.4f} of the canaries in a batch, of 1")
     sizes, counts = drawn.sum(axis=1), drawn.sum(axis=0)
     spread = rate * (1 - rate)
     p_total = 2 * stats.norm.sf(abs(drawn.mean() - rate) / np.sqrt(spread / drawn.size))

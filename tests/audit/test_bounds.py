@@ -7,7 +7,6 @@ import math
 
 import numpy as np
 import pytest
-from dp_accounting import get_epsilon_gaussian
 from scipy import stats
 
 from hf_dpopt import DPConfigError
@@ -75,11 +74,6 @@ def test_p_value_holds_for_a_mechanism_that_gives_everything_away_with_probabili
     for v in range(m + 1):
         exact = sum(math.comb(m, k) * right**k * (1 - right) ** (m - k) for k in range(v, m + 1))
         assert exact <= one_run_p_value(Guesses(m, m, v), epsilon, delta) + 1e-12
-
-
-def test_epsilon_of_a_gaussian_release_is_that_of_the_library():
-    for mu, delta in itertools.product((0.1, 1.0, 5.0, 20.0), (1e-3, 1e-5, 1e-10)):
-        assert epsilon_of_gaussian(mu, delta) == pytest.approx(get_epsilon_gaussian(1 / mu, delta), rel=1e-6, abs=1e-8)
 
 
 def test_guesses_are_the_extremes():
