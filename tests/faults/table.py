@@ -527,7 +527,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "correlated noise begun anew halfway, uncharged",
-        "hf_dpopt/noise/streams/base.py",
+        "hf_dpopt/noise/streams.py",
         "        for tensor, name in enumerate(sorted(sums)):\n            total = sums[name] if not",
         "        if t == 8:\n"
         "            for name, value in vars(self).items():\n"
@@ -539,7 +539,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "correlation forgotten: independent noise",
-        "hf_dpopt/noise/streams/base.py",
+        "hf_dpopt/noise/streams.py",
         "            self._add_to(total, name, tensor, t)\n            if",
         "            total.add_(self._normal(total, tensor, t), alpha=self.scale)\n            if",
         finding=TIME,

@@ -12,7 +12,7 @@ import torch
 
 from hf_dpopt import DPConfigError, PrivateRun
 from hf_dpopt.clipping.measures import MEASURES
-from hf_dpopt.noise.streams.base import NoiseStream
+from hf_dpopt.noise.streams import NoiseStream
 from hf_dpopt.run.metrics import MetricsAtWork
 from hf_dpopt.verify import verify
 from tests import preempted, tiny
