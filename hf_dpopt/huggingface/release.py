@@ -23,7 +23,6 @@ from hf_dpopt.common.log import warn_once
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.evaluation import EvaluationGuard
 from hf_dpopt.huggingface.planning import PlannedRun, to_train
-from hf_dpopt.huggingface.preparation import tokenizer_of
 from hf_dpopt.huggingface.session import TrainingSession
 from hf_dpopt.huggingface.storage import found_by, open_log
 from hf_dpopt.plan.meaning import meaning_of_plan
@@ -39,6 +38,7 @@ from hf_dpopt.run.checkpoint import UNPUBLISHED
 from hf_dpopt.run.dataset_ledger import charged_to
 from hf_dpopt.run.log import Found
 from hf_dpopt.run.run import PrivacySpent, spent_for
+from hf_dpopt.self_check.padding import tokenizer_of
 
 WEIGHTS = (".safetensors", ".bin", ".index.json")  # ends of the names of weights and adapters
 CONFIGURATIONS = ("config.json", "adapter_config.json", "generation_config.json")

@@ -21,7 +21,6 @@ from hf_dpopt.huggingface.checkpoints import loading
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.loader import TrainingRecords
 from hf_dpopt.huggingface.planning import PlannedRun
-from hf_dpopt.huggingface.preparation import padding_of, pair_of_records
 from hf_dpopt.huggingface.private_metrics import announce_metrics
 from hf_dpopt.huggingface.shards import is_in_shards
 from hf_dpopt.public.gradients import PublicGradients
@@ -37,6 +36,7 @@ from hf_dpopt.run.step import digest_of, private_step, replay_step
 from hf_dpopt.sampling.check import ParticipationCheck
 from hf_dpopt.self_check import check_influence, longest_record, self_check
 from hf_dpopt.self_check.made_up import rows
+from hf_dpopt.self_check.padding import padding_of, pair_of_records
 from hf_dpopt.users.batches import UsersBatch
 
 STEPS_BETWEEN_REPLICA_CHECKS = 50

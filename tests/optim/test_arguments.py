@@ -7,8 +7,8 @@ import types
 import pytest
 import torch
 
-from hf_dpopt.huggingface.optimizers import optimizer_from_arguments
 from hf_dpopt.optim import OPTIMIZERS, DPAdaGrad, DPAdamBC, DPAdamW, DPRMSProp
+from hf_dpopt.optim.arguments import optimizer_from_arguments
 from hf_dpopt.optim.galore import DPGaLore
 
 ADAM = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6}
