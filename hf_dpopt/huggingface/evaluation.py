@@ -448,7 +448,7 @@ class _Vectors:
         return self.scores.total_of(losses_B, logits, batch.get("labels"))
 
 
-def scores_of(model: nn.Module, losses: RecordLosses, loss_bound: float | None) -> Scores:
+def scores_of(model: Any, losses: RecordLosses, loss_bound: float | None) -> Scores:
     """Scores that a model has, with the declared bound on its loss or the usual one.
 
     Raises:
@@ -461,13 +461,10 @@ def scores_of(model: nn.Module, losses: RecordLosses, loss_bound: float | None) 
             "Declare it: --eval_loss_bound 5; losses above count as that."
         )
     check_positive(eval_loss_bound=loss_bound)
-    is_classifier = losses.kind == "ForSequenceClassification" and (
-        problem_type(model, torch.zeros(1, dtype=torch.long)) == "single_label_classification"
-    )
+    is_classifier = losses.kind == "ForSequenceClassification" and problem_type(model) == "single_label_classification"
     bound = loss_bound if loss_bound is not None else usual
     assert bound is not None
-    config: Any = getattr(model, "config", None)
-    return Scores(float(bound), config.num_labels if is_classifier else None)
+    return Scores(float(bound), model.config.num_labels if is_classifier else None)
 
 
 def planned_evaluations(args: Any, plan: PrivacyPlan | None) -> int:

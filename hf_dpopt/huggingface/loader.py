@@ -23,7 +23,7 @@ from hf_dpopt.records.collation import Collation
 from hf_dpopt.records.form import Form
 from hf_dpopt.records.inspection import refuse_malformed, refuse_missing_values
 from hf_dpopt.records.limits import Limits, padding_id_of
-from hf_dpopt.records.losses import RecordLosses, base_model
+from hf_dpopt.records.losses import RecordLosses, problem_type
 from hf_dpopt.records.rows import is_stored, read_one, spread
 from hf_dpopt.run.batches import Choose, LogicalBatch, LogicalBatchSampler, Records, keep_uncollated, take_all
 from hf_dpopt.run.run import PrivateRun
@@ -133,7 +133,8 @@ class TrainingRecords:
             DPConfigError: for records that are unlike each other, naming the first.
         """
         limits, is_whole = Limits.of(model, losses.kind), is_stored(self.dataset)
-        float_labels, form = _predicts_numbers(model, losses.kind), None
+        is_classifier, form = losses.kind == "ForSequenceClassification", None
+        float_labels = is_classifier and problem_type(model) != "single_label_classification"
         if is_whole:
             refuse_missing_values(self.dataset)
         if not is_whole or float_labels:  # stored integers become numbers to be predicted
@@ -166,13 +167,3 @@ class TrainingRecords:
     def collate(self, records: list[Any]) -> Any:
         """A batch of public records, on the device."""
         return self.place(self.collator([self.clean(record) for record in records]))
-
-
-def _predicts_numbers(model: nn.Module, kind: str) -> bool:
-    """Whether labels are targets of a regression, or shares of several labels."""
-    config: Any = getattr(base_model(model), "config", None)
-    if kind != "ForSequenceClassification":
-        return False
-    problem = getattr(config, "problem_type", None)
-    is_number = problem is None and getattr(config, "num_labels", None) == 1
-    return problem in ("regression", "multi_label_classification") or is_number

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from hf_dpopt.common.errors import DPConfigError
@@ -50,8 +49,7 @@ def usual_bound(model: nn.Module, per_example_loss_func: Any = None) -> float | 
     elif kind == "ForTokenClassification":
         size = config.num_labels**5
     elif kind == "ForSequenceClassification":
-        is_of_one_label = problem_type(model, torch.zeros(1, dtype=torch.long)) == "single_label_classification"
-        size = config.num_labels**5 if is_of_one_label else 0
+        size = config.num_labels**5 if problem_type(model) == "single_label_classification" else 0
     return round(math.log(size), 3) if size > 1 else None
 
 

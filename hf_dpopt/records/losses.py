@@ -183,14 +183,15 @@ _BY_PROBLEM = {
 }
 
 
-def problem_type(model: nn.Module, labels: torch.Tensor) -> str:
-    """`config.problem_type`, inferred as transformers infers it where the config is silent."""
+def problem_type(model: nn.Module, labels: torch.Tensor | None = None) -> str:
+    """`config.problem_type`, or as transformers infers it from labels; from whole ones if there are none."""
     config = base_model(model).config
     if getattr(config, "problem_type", None):
         return config.problem_type
     if config.num_labels == 1:
         return "regression"
-    return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+    is_real = labels is not None and labels.is_floating_point()
+    return "multi_label_classification" if is_real else "single_label_classification"
 
 
 def _question_answering(outputs: Any, labels: Mapping[str, torch.Tensor], label_smoothing: float) -> torch.Tensor:

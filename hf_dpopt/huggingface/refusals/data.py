@@ -84,16 +84,10 @@ def check_batch(args: Any, product: int, num_sampled: int) -> None:
         product: the batch where `expected_batch_size` was not given.
         num_sampled: records, users or places that a batch is drawn from.
     """
-    batch, given = product, [f"expected_batch_size={args.expected_batch_size}"]
-    if args.expected_batch_size is not None:
-        batch = args.expected_batch_size
-    else:
-        factors = {
-            name: getattr(args, name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
-        }
-        given = [f"{name}={value}" for name, value in factors.items() if value > 1] + (
-            [f"{args.world_size} processes"] if args.world_size > 1 else []
-        )
+    batch, names = args.expected_batch_size or product, ["expected_batch_size"]
+    if args.expected_batch_size is None:
+        names = ["per_device_train_batch_size", "gradient_accumulation_steps", "world_size"]
+    given = [f"{name}={getattr(args, name)}" for name in names if len(names) == 1 or getattr(args, name) > 1]
     if batch > num_sampled:
         raise DPConfigError(
             f"{' x '.join(given)}: a batch of {batch} is larger than the dataset, from whose {num_sampled} "
