@@ -41,7 +41,9 @@ def load_tables(
         )  # fmt: skip
         tables = {split: table_of_dataset(f"{name} {config or ''} [{split}]", one) for split, one in found.items()}
     if "train" in tables and training_args.do_train and not data_args.non_private:
-        warn_of_people(tables["train"].columns, training_args)  # what is made of the table drops such columns
+        warn_of_people(
+            tables["train"].columns, training_args.privacy_unit
+        )  # what is made of the table drops such columns
     return tables
 
 

@@ -124,7 +124,8 @@ def declared_unit(inputs: TrainerInputs) -> str | None:
     tokenizers = (inputs.processing_class, getattr(inputs.data_collator, "tokenizer", None))
     known = [getattr(tokenizer, "pad_token_id", None) for tokenizer in tokenizers if tokenizer is not None]
     padding_id = next((i for i in known if i is not None), None)
-    return check_unit(inputs.train_dataset, inputs.args, model=inputs.model, padding_id=padding_id)
+    unit, declared = inputs.args.privacy_unit, inputs.args.rows_are_records
+    return check_unit(inputs.train_dataset, unit, rows_are_records=declared, model=inputs.model, padding_id=padding_id)
 
 
 def _plan_run(inputs: TrainerInputs, ranks: Ranks, expected: int) -> PlannedRun:

@@ -99,7 +99,7 @@ class TrainingSession:
                 model, inputs.per_example_loss_func or "auto", label_smoothing=args.label_smoothing_factor
             )
             if is_in_shards(model):
-                refusals.check_shards(self.plan, args, inputs.public_dataset)
+                refusals.check_shards(self.plan, inputs)
             self._check_optimizer(optimizer)
             self._collation, self._sample = records.collation(model, self.losses)
             with self.losses.named_first():

@@ -50,12 +50,15 @@ class Unlike:
     seen: str
 
 
-def check_unit(dataset: Any, args: Any, *, model: Any = None, padding_id: int | None = None) -> str | None:
+def check_unit(
+    dataset: Any, unit: str, *, rows_are_records: bool, model: Any = None, padding_id: int | None = None
+) -> str | None:
     """Refuse rows that are not records, unless the user asked for the unit that they are.
 
     Args:
         dataset: the training set.
-        args: the training arguments, with the unit and whether rows are declared to be records.
+        unit: privacy_unit of the run.
+        rows_are_records: whether the user declared that they are.
         model: the trained model; None while it is not known.
         padding_id: the tokenizer's padding token; None if it has none.
 
@@ -66,25 +69,25 @@ def check_unit(dataset: Any, args: Any, *, model: Any = None, padding_id: int | 
         DPConfigError: if rows are not records; it names the options that say what is meant.
     """
     first = dataset[0] if isinstance(dataset, list | tuple) and len(dataset) else {}
-    warn_of_people(getattr(dataset, "column_names", None) or (first if isinstance(first, Mapping) else ()), args)
+    warn_of_people(getattr(dataset, "column_names", None) or (first if isinstance(first, Mapping) else ()), unit)
     found = recognise(dataset, model=model, padding_id=padding_id)
-    if found is None or args.privacy_unit != "example":
+    if found is None or unit != "example":
         return None
-    if args.rows_are_records:
+    if rows_are_records:
         return found.seen
     words = _BLOCKS if found.kind == "blocks" else _WINDOWS
     raise DPConfigError(words.format(seen=found.seen))
 
 
-def warn_of_people(columns: Iterable[str], args: Any) -> None:
+def warn_of_people(columns: Iterable[str], unit: str) -> None:
     """Warn once of columns that seem to say whose a record is, where single records are protected.
 
     Args:
         columns: names of the columns; nothing in them is read.
-        args: the training arguments, with the unit.
+        unit: privacy_unit of the run.
     """
     found = [name for name in columns if PEOPLE.fullmatch(str(name))]
-    if found and args.privacy_unit != "user":
+    if found and unit != "user":
         names = ", ".join(map(repr, found))
         warn_once(
             f"people in {names}",

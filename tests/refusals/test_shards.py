@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
+from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.refusals import check_shards
 
 USERS = dict(privacy_unit="user", records_per_user=4)
@@ -24,7 +25,7 @@ def check(options: dict[str, Any], changed: dict[str, Any], public: Any) -> None
     config = PrivacyConfig(noise_multiplier=1.0, target_delta=1e-3, expected_batch_size=8, **options)
     plan = make_plan(config, num_examples=100, num_steps=5)
     args = SimpleNamespace(**{"per_device_train_batch_size": 4, "ball_radius": None, **changed})
-    check_shards(plan, args, public)
+    check_shards(plan, TrainerInputs(args=args, public_dataset=public))
 
 
 @pytest.mark.parametrize("case", CASES)

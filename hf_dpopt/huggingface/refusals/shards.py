@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from hf_dpopt.common.refusal import Refusal, refuses
+from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.plan.plan import PrivacyPlan
 
 WHOLE = "Start plain data parallel (accelerate launch without --use_fsdp)"
 
 
 @refuses
-def check_shards(plan: PrivacyPlan, args: Any, public_dataset: Any) -> Iterator[Refusal]:
+def check_shards(plan: PrivacyPlan, inputs: TrainerInputs) -> Iterator[Refusal]:
     """Refuse the options of a run that need whole gradients on one rank, before the ledger is opened.
 
     Args:
         plan: plan of the run, whose model lies in shards.
-        args: training arguments.
-        public_dataset: the trainer's parameter of that name.
+        inputs: what the trainer was given.
     """
-    config = plan.config
+    config, args = plan.config, inputs.args
     yield (
         plan.preclip.opening is not None,
         f"preconditioner={config.preconditioner!r} asks a query before the first step, whose squared sums are not "
         f"cut into shards yet. {WHOLE}, or use a dp2_* preconditioner.",
     )
     yield (
-        public_dataset is not None,
+        inputs.public_dataset is not None,
         "Gradients of public records (adadps, subspaces, mirror descent) are taken by a plain backward, which adds "
         f"up the processes of a model in shards. {WHOLE}.",
     )
