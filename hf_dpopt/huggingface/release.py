@@ -18,8 +18,10 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback
 
 from hf_dpopt.common import collectives
+from hf_dpopt.common.durable import remove_links
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import warn_once
+from hf_dpopt.common.storage import naming
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.evaluation import EvaluationGuard
 from hf_dpopt.huggingface.planning import PlannedRun, to_train
@@ -71,6 +73,15 @@ class ReleaseGuard:
     def output_dir(self) -> Path:
         """Folder that is published."""
         return Path(str(self.args.output_dir))
+
+    @contextlib.contextmanager
+    def writing(self, folder: Path | None = None) -> Iterator[None]:
+        """Write to a folder that errors name; links that somebody made in the output folder do not lead out of it."""
+        folder = folder or self.output_dir
+        if self.args.should_save and folder == self.output_dir:
+            remove_links(folder)
+        with naming(folder):
+            yield
 
     def spent(self) -> PrivacySpent:
         """Privacy charged so far in the ledger of this output_dir, over all resumes, branches and calls to `train`.

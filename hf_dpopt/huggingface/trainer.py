@@ -16,7 +16,6 @@ from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import TrainOutput
 
 from hf_dpopt.common import collectives, log
-from hf_dpopt.common.durable import remove_links
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.common.log import is_secret_key, logger
 from hf_dpopt.common.sharding import give_back
@@ -195,14 +194,6 @@ class DPTrainerMixin(_Trainer):
     def _on_held_out(self, dataset: Any) -> contextlib.AbstractContextManager[None]:
         return self._evaluation.on_held_out(dataset, self.eval_dataset, self.train_dataset, self.model)
 
-    @contextlib.contextmanager
-    def _writing(self, folder: Path) -> Iterator[None]:
-        """Write to a folder that errors name; links that somebody made in the output folder do not lead out of it."""
-        if self.args.should_save and folder == Path(self.args.output_dir):
-            remove_links(folder)
-        with naming(folder):
-            yield
-
     # --- life of a run -----------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -228,7 +219,7 @@ class DPTrainerMixin(_Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: Any) -> Any:
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        self._release.check(Path(self.args.output_dir))  # what would refuse a save is found now
+        self._release.check(self._release.output_dir)  # what would refuse a save is found now
         is_resumed = resume_from_checkpoint is not None or self._goes_on
         begun = (self.state.global_step if is_resumed else None, resume_from_checkpoint)
         planned = to_train(self._planned)
@@ -361,22 +352,22 @@ class DPTrainerMixin(_Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         folder = Path(output_dir or self.args.output_dir)
         give_back(self.model)
-        with self._writing(folder), self._lengths.saved():
+        with self._release.writing(folder), self._lengths.saved():
             super()._save(output_dir, state_dict=whole_state(state_dict, keeps=self.args.should_save))
         self._release.note_saved(folder)
 
     @explains_storage_faults
     def save_state(self) -> None:
-        with self._writing(Path(self.args.output_dir)):
+        with self._release.writing():
             super().save_state()
 
     @explains_storage_faults
     def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
-        with self._writing(Path(self.args.output_dir)):
+        with self._release.writing():
             super().save_metrics(split, metrics, combined)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        with self._writing(Path(self.args.output_dir)):
+        with self._release.writing():
             super().create_model_card(*args, **kwargs)
         self._release.complete_model_card()
 
