@@ -23,7 +23,7 @@ from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, UnsupportedM
 from hf_dpopt.common.log import logger
 from hf_dpopt.common.sharding import give_back
 from hf_dpopt.huggingface import refusals
-from hf_dpopt.huggingface.arguments import DPTrainingArguments
+from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.private_metrics import usual_bound
 from hf_dpopt.huggingface.shards import is_in_shards
 from hf_dpopt.huggingface.storage import found_by, open_log
@@ -59,11 +59,9 @@ class EvaluationGuard:
     else of the set is returned, logged or written.
 
     Args:
-        args: training arguments; ``eval_data_privacy`` says whose records they are.
+        inputs: what the trainer was given; ``eval_data_privacy`` says whose records the evaluation sets are of.
         plan: plan of the run; None for a trainer that only evaluates.
         training: rows of the training set.
-        sets: the evaluation set, or several by their names.
-        per_example_loss_func: the trainer's parameter.
         place: moves a batch to the device.
         without_unused: takes columns that are not used from a stored dataset.
         autocast: makes the context of a forward.
@@ -75,18 +73,16 @@ class EvaluationGuard:
 
     def __init__(
         self,
-        args: DPTrainingArguments,
+        inputs: TrainerInputs,
         plan: PrivacyPlan | None,
         training: TrainingRows,
-        sets: Any,
         *,
-        per_example_loss_func: Any,
         place: Callable[[Any], Any],
         without_unused: Callable[[Any], Any],
         autocast: Callable[[], contextlib.AbstractContextManager[Any]],
     ):
-        self._args, self._plan, self._training, self._sets = args, plan, training, sets
-        self._per_example_loss_func, self._place = per_example_loss_func, place
+        self._args, self._plan, self._training, self._sets = inputs.args, plan, training, inputs.eval_dataset
+        self._per_example_loss_func, self._place = inputs.per_example_loss_func, place
         self._without_unused, self._autocast = without_unused, autocast
         self._held_out: tuple[Any, ...] = ()
         self._told = False

@@ -128,11 +128,9 @@ class DPTrainerMixin(_Trainer):
             self._planned = self._planned.after_check(made)
         self._lengths = TokenizerLengths(self.processing_class, self.data_collator)
         self._evaluation = EvaluationGuard(
-            args,
+            made,
             self.plan,
             training,
-            self.eval_dataset,
-            per_example_loss_func=per_example_loss_func,
             place=self._prepare_inputs,
             without_unused=functools.partial(without_unused, self._remove_unused_columns, "evaluation"),
             autocast=self.compute_loss_context_manager,
@@ -163,7 +161,7 @@ class DPTrainerMixin(_Trainer):
 
     def _as_made(self) -> TrainerInputs:
         """The inputs with what the Trainer made of them so far."""
-        names = ("args", "model", "train_dataset", "processing_class", "data_collator")
+        names = ("args", "model", "train_dataset", "eval_dataset", "processing_class", "data_collator")
         return dataclasses.replace(self._inputs, **{name: getattr(self, name) for name in names})
 
     @contextlib.contextmanager
