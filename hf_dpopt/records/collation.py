@@ -138,12 +138,7 @@ class Collation:
             Exception: what the collator raises.
         """
         batch = dict(self.collate([record]))
-        if num_records(batch) != 1:
-            raise DPConfigError(
-                f"The collator made {num_records(batch)} rows of one record, so the clip would not bound what a "
-                "record adds. Use a collator that makes one row per record (DataCollatorWithPadding); cut long texts "
-                "into records, or pack short ones, before training."
-            )
+        check_rows(batch, 1)
         return batch
 
     def _together(self, usable: list[tuple[int, Any]]) -> list[Part] | None:
@@ -177,6 +172,16 @@ class Collation:
                 if is_environment(error):
                     raise
         return list(join_rows(rows, self.padding_id))
+
+
+def check_rows(batch: Mapping[str, Any], num: int) -> None:
+    """Refuse a collated batch of `num` records that has another number of rows."""
+    if num_records(batch) != num:
+        raise DPConfigError(
+            f"The collator made {num_records(batch)} rows of {num} record{'s' if num > 1 else ''}, so the clip would "
+            "not bound what one adds. Use a collator that makes one row per record (DataCollatorWithPadding); cut "
+            "long texts into records, or pack short ones, before training."
+        )
 
 
 def _mixes_by_padding(batch: Mapping[str, Any], usable: list[tuple[int, Any]]) -> bool:

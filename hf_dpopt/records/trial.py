@@ -16,8 +16,7 @@ import torch
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.randomness.framework import restore, snapshot
-from hf_dpopt.records.collation import DECLARED, Batch, Collation, length_of
-from hf_dpopt.records.losses import num_records
+from hf_dpopt.records.collation import DECLARED, Batch, Collation, check_rows, length_of
 from hf_dpopt.records.positions import num_entries
 
 FIX = (
@@ -103,12 +102,7 @@ def _compare(collation: Collation, a: Any, b: Any) -> None:
             f"The collator fails on two training records ({type(error).__name__}: {str(error).rstrip('.')}). {FAILS}"
         ) from error
     _refuse_unusual(together)
-    if num_records(together) != 2:
-        raise DPConfigError(
-            f"The collator made {num_records(together)} rows of 2 records, so the clip would not bound what one "
-            "record adds. Use a collator that makes one row per record (DataCollatorWithPadding); cut long texts into "
-            "records, or pack short ones, before training."
-        )
+    check_rows(together, 2)
     if "attention_mask" not in together and length_of(a) != length_of(b) and collation.is_known:
         raise DPConfigError(
             "Records of different lengths were padded, and the batch has no attention_mask: a record's gradient would "

@@ -41,7 +41,7 @@ from hf_dpopt.self_check.conditions import (
     training_conditions,
 )
 from hf_dpopt.self_check.draws import HIGH, LOW
-from hf_dpopt.self_check.made_up import LOOKS, MAX_TOKENS, Columns, Look, rows
+from hf_dpopt.self_check.made_up import MAX_TOKENS, Columns, Look, rows
 
 OPTIONS = re.compile(r"layer_?drop|drop_?path|jitter|stochastic|spec_augment|mask_(time|feature)_prob|^survival")
 FORCED: tuple[float | int, ...] = (LOW, HIGH, *range(1, 9))  # quantiles, so that rare events happen, and other seeds
@@ -148,8 +148,8 @@ def self_check(
         )
 
     def check_made_up(tolerance: float) -> float:
-        with probing(engine, losses, batch, len(LOOKS), tolerance) as probe:
-            _check_shared_draws(probe, batch, len(LOOKS))
+        with probing(engine, losses, batch, tolerance) as probe:
+            _check_shared_draws(probe, batch)
             error = check_sums(probe, batch, is_scaled=is_scaled, has_units=has_units)
             if columns.is_padded and _has_positions_for_padding(losses, batch):
                 what = "gradients change with the padding, so a record's gradient depends on how long the others are"
@@ -164,7 +164,7 @@ def self_check(
             "dataset, so it depends on how long the others are"
         )
         pair = columns.batch(model, (Look(), Look()), short)
-        with probing(engine, losses, pair, 2, tolerance) as probe:
+        with probing(engine, losses, pair, tolerance) as probe:
             return check_padding(probe, rows(pair, 0), columns, num_tokens - short, what)
 
     error = in_enough_digits(engine, losses, [batch], check_made_up)
@@ -186,7 +186,7 @@ def _has_positions_for_padding(losses: RecordLosses, batch: Batch) -> bool:
     return most is None or batch["input_ids"].size(-1) + EXTRA_PADDING + 2 <= most
 
 
-def _check_shared_draws(probe: Probe, batch: Batch, num: int) -> None:
+def _check_shared_draws(probe: Probe, batch: Batch) -> None:
     """Refuse a model whose gradients depend on a draw that all records of a batch share.
 
     Records that share a draw are not independent given the batches: removing one regroups who shares what with whom,
@@ -197,9 +197,9 @@ def _check_shared_draws(probe: Probe, batch: Batch, num: int) -> None:
     """
     if not probe.uses_others and (probe.draws is None or not probe.draws.has_shared):
         return
-    first = probe.gradient(batch, range(num))
+    first = probe.gradient(batch)
     allowed = tolerance_of_others(probe.engine) * max(probe.length(first), 1e-12)
-    others = (probe.gradient(batch, range(num), shared=how) for how in FORCED)
+    others = (probe.gradient(batch, shared=how) for how in FORCED)
     if all(probe.distance(other, first) <= allowed for other in others):  # differs, too, if either is no number
         return
     found = {} if probe.draws is None else dict(probe.draws.shared)

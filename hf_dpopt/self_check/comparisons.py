@@ -84,34 +84,28 @@ class Probe:
     draws: RecordDraws | None = None
     uses_others: bool = False
 
-    def losses_of(self, batch: Batch, records: Sequence[int], **how: Any) -> torch.Tensor:
-        """The losses of a batch that holds these records, (B,); `how` as for `RecordDraws.start`."""
+    def losses_of(self, batch: Batch, first: int = 0, **how: Any) -> torch.Tensor:
+        """The losses of a batch, (B,), whose records count from `first`; `how` as for `RecordDraws.start`."""
         seed_others(how.get("shared", 0))
         if self.draws is not None:
-            self.draws.start(records, **how)
+            self.draws.start(range(first, first + num_records(batch)), **how)
         return self.losses(batch)
 
-    def gradient(self, batch: Batch, records: Sequence[int], **how: Any) -> Gradient:
+    def gradient(self, batch: Batch, first: int = 0, **how: Any) -> Gradient:
         """Compute the gradient of the sum of the losses of a batch, by a plain backward."""
-        return self.total([lambda: self.losses_of(batch, records, **how)])
+        return self.total([lambda: self.losses_of(batch, first, **how)])
 
     def total(self, parts: Sequence[Any]) -> Gradient:
         """Compute the gradient of a sum of losses that several forwards return."""
         return {name: local_of(g) for name, g in self.engine.gradient_of(parts).items()}
 
     def engine_sum(
-        self,
-        batch: Batch,
-        records: Sequence[int],
-        *,
-        scale: Scale | None = None,
-        units: Units | None = None,
-        **how: Any,
+        self, batch: Batch, *, scale: Scale | None = None, units: Units | None = None, **how: Any
     ) -> Gradient:
         """Compute the engine's clipped sum of a batch."""
         engine, ranks, sums = self.engine, current_ranks(), self.engine.empty_sum(scale)
         with engine.leaving_out() if engine.is_collective and ranks.rank > 0 else contextlib.nullcontext():
-            engine.add_clipped_sum(sums, lambda: self.losses_of(batch, records, **how), len(records), units)
+            engine.add_clipped_sum(sums, lambda: self.losses_of(batch, **how), num_records(batch), units)
         result = ranks.sum(sums.result()) if engine.is_collective else sums.result()
         return {name: local_of(g) for name, g in result.items()}
 
@@ -192,7 +186,7 @@ class Probe:
 
 
 @contextlib.contextmanager
-def probing(engine: ClippingEngine, losses: RecordLosses, batch: Batch, num: int, tolerance: float) -> Iterator[Probe]:
+def probing(engine: ClippingEngine, losses: RecordLosses, batch: Batch, tolerance: float) -> Iterator[Probe]:
     """Make a probe for a model, after trying it on a batch; it controls random draws if there are any.
 
     Raises:
@@ -203,11 +197,11 @@ def probing(engine: ClippingEngine, losses: RecordLosses, batch: Batch, num: int
         probe = Probe(engine, losses, tolerance, draws)
         try:
             with torch.no_grad(), draws:
-                probe.losses_of(batch, range(num))
+                probe.losses_of(batch)
                 probe.uses_others, of_all = others_were_used(), draws.shapes
-                if of_all and num > 1:
-                    probe.losses_of(rows(batch, 0), [0])
-                    draws.learn(of_all, num, draws.shapes)
+                if of_all and num_records(batch) > 1:
+                    probe.losses_of(rows(batch, 0))
+                    draws.learn(of_all, num_records(batch), draws.shapes)
         except NotImplementedError as error:  # of an operation that does not run under a dispatch mode
             draws.start(())
             of_all = {}
@@ -274,11 +268,11 @@ def _last_digits(engine: ClippingEngine, losses: RecordLosses, batches: Sequence
 
     probe = Probe(engine, losses, 0.0)
     with in_mode(engine.model, training=False), contextlib.ExitStack() as hooks:  # without dropout
-        before = [probe.gradient(batch, ()) for batch in batches]
+        before = [probe.gradient(batch) for batch in batches]
         for module in engine.model.modules():
             if not list(module.children()):
                 hooks.callback(module.register_forward_hook(next_number).remove)
-        changes = [probe.distance(probe.gradient(batch, ()), g) for batch, g in zip(batches, before, strict=True)]
+        changes = [probe.distance(probe.gradient(batch), g) for batch, g in zip(batches, before, strict=True)]
     return sum(changes) / max(sorted(map(probe.length, before))[len(before) // 2], 1e-12)
 
 
@@ -297,8 +291,8 @@ def check_sums(probe: Probe, batch: Batch, *, is_scaled: bool = False, has_units
         has_units: also with units of several records, clipped once: side by side in a batch, and added up in parts.
     """
     num, what = num_records(batch), "the clipped sum differs from a loop over single records"
-    alone = [probe.gradient(rows(batch, b), [b]) for b in range(num)]
-    together = functools.partial(probe.engine_sum, batch, range(num))
+    alone = [probe.gradient(rows(batch, b), b) for b in range(num)]
+    together = functools.partial(probe.engine_sum, batch)
     errors = [probe.check_sum(together, alone, what, MIXING, clipping=c) for c in (UNCLIPPED, None)]
     for scale in _made_up_scales(probe.engine.parameters) if is_scaled else ():
         scaled = [{n: g * scale.weights(n, g).view_as(g) for n, g in one.items()} for one in alone]
@@ -306,7 +300,7 @@ def check_sums(probe: Probe, batch: Batch, *, is_scaled: bool = False, has_units
         errors.append(probe.check_sum(functools.partial(together, scale=scale), scaled, what, MIXING))
     if has_units:
         what, sizes = "the clipped sum of users differs from a loop over users", (num - 1, 1)
-        each = [lambda b=b: probe.losses_of(rows(batch, b), [b]) for b in range(num)]
+        each = [lambda b=b: probe.losses_of(rows(batch, b), b) for b in range(num)]
         users = [probe.total(each[: sizes[0]]), probe.total(each[sizes[0] :])]
         side_by_side = functools.partial(together, units=Units(sizes))
         for compute in (side_by_side, lambda: _sum_of(probe.engine, users)):
@@ -357,8 +351,7 @@ def check_influence(engine: ClippingEngine, losses: RecordLosses, together: Batc
         UnsupportedModuleError: if it is larger than rounding explains.
         DPConfigError: for a packed batch.
     """
-    records = range(num_records(together))
-    assert [num_records(batch) for batch in alone] == [1] * len(records)
+    assert [num_records(batch) for batch in alone] == [1] * num_records(together)
     what = "the clipped sum of records of the dataset is not the sum of what each gives alone"
     fix = (
         "The collator or the model mixes records, or a record's gradient depends on how long the others are. "
@@ -366,9 +359,9 @@ def check_influence(engine: ClippingEngine, losses: RecordLosses, together: Batc
     )
 
     def check(tolerance: float) -> float:
-        with probing(engine, losses, together, len(records), tolerance) as probe:
-            gradients = [probe.gradient(batch, [b], per_record=MIDDLE) for b, batch in enumerate(alone)]
-            compute = functools.partial(probe.engine_sum, together, records, per_record=MIDDLE)
+        with probing(engine, losses, together, tolerance) as probe:
+            gradients = [probe.gradient(batch, b, per_record=MIDDLE) for b, batch in enumerate(alone)]
+            compute = functools.partial(probe.engine_sum, together, per_record=MIDDLE)
             return probe.check_sum(compute, gradients, what, fix)
 
     return in_enough_digits(engine, losses, alone, check)
@@ -380,8 +373,8 @@ def check_influence(engine: ClippingEngine, losses: RecordLosses, together: Batc
 def check_padding(probe: Probe, batch: Batch, columns: Columns, num_more: int, what: str) -> float:
     """Check that more columns of padding change no gradient; without dropout, whose masks depend on the width."""
     targets = TARGETS if probe.losses.kind == "ForConditionalGeneration" else ()
-    wider, records = add_padding(batch, columns, num_more, targets=targets), range(num_records(batch))
-    want, got = (probe.gradient(each, records, per_record=MIDDLE) for each in (batch, wider))
+    wider = add_padding(batch, columns, num_more, targets=targets)
+    want, got = (probe.gradient(each, per_record=MIDDLE) for each in (batch, wider))
     return probe.check_equal(got, want, what, PADDING)
 
 
@@ -417,7 +410,7 @@ def check_others(engine: ClippingEngine, losses: RecordLosses, columns: Columns,
 
     def gradient_of(batch: Batch) -> Gradient:
         torch.manual_seed(0)
-        return probe.total([lambda: probe.losses_of(batch, ())[1::2]])
+        return probe.total([lambda: probe.losses_of(batch)[1::2]])
 
     first = gradient_of(batches[0])
     size = max(probe.length(first), 1e-12)

@@ -171,8 +171,8 @@ class _MadeUp:
         if self.words is None or not self.words.is_floating_point():
             return self.ordinary[0]
         dtype = torch.promote_types(self.words.dtype, torch.float32)
-        norms_V = torch.linalg.vector_norm(self.words.detach()[self.ordinary], dim=1, dtype=dtype)
-        return self.ordinary[int(norms_V.argmax())]
+        norms_V = torch.linalg.vector_norm(self.words.detach(), dim=1, dtype=dtype)
+        return self.ordinary[int(norms_V[self.ordinary].argmax())]
 
     def labels(self, shape: tuple[int, ...], is_per_token: bool) -> torch.Tensor:
         if len(shape) == 1 or not (is_per_token or self.targets):
