@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import logging
 import math
-import platform
 import sys
 import time
 from dataclasses import dataclass
@@ -274,14 +273,7 @@ def load_embedded(model_args: ModelArguments, training_args: DPTrainingArguments
         if not folder.is_dir():
             logger.info(f"Training a small GPT-2 on {len(corpus.public_text)} public passages: {folder}")
         model_args.model_name_or_path = str(build_gpt2(folder, corpus))
-    name = f"Python {platform.python_version()}'s standard library"
-    return {
-        split: Table(f"{name} [{split}]", {"text": [text for text, _ in records], "file": files})
-        for split, records, files in (
-            ("train", corpus.train, corpus.train_files),
-            ("validation", corpus.evaluation, corpus.evaluation_files),
-        )
-    }
+    return corpus.tables()
 
 
 def load_model(model_args: ModelArguments) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:

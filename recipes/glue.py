@@ -21,7 +21,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-import platform
 import re
 import sys
 import time
@@ -44,7 +43,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     default_data_collator,
-    set_seed,
 )
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
@@ -57,8 +55,7 @@ from recipes.models import choose_trained
 from recipes.pooled_model import WAYS, is_pooled
 from recipes.prompts import fill, make_prompt
 from recipes.public_first import SPLIT, learn_public
-from recipes.tables import Table
-from recipes.warm_start import fill_start, mention_start, warm_start
+from recipes.warm_start import fill_start, mention_start, start_head
 
 logger = logging.getLogger("recipes.glue")
 
@@ -156,8 +153,7 @@ def main(argv: list[str]) -> None:
     start = time.monotonic()
     model_args, data_args, training_args = parse(argv)
     fill_start(model_args, data_args, training_args)
-    running.set_up_logging(training_args)
-    set_seed(training_args.seed)
+    running.set_up(training_args)
 
     data = load_data(model_args, data_args, training_args)
     tokenizer, model = load_model(model_args, data)
@@ -166,20 +162,15 @@ def main(argv: list[str]) -> None:
     collate = default_data_collator if data_args.pad_to_max_length else DataCollatorWithPadding(tokenizer)
     if model_args.warm_start_epsilon is not None and training_args.do_train:
         choose_trained(copy.deepcopy(model), model_args, "SEQ_CLS")  # what does not fit is found before it costs
-        head_run = warm_start(model, splits["train"], collate, training_args, model_args.warm_start_epsilon)
-        before = training_args.earlier_runs or []
-        training_args.earlier_runs = [*([before] if isinstance(before, str) else before), head_run]
-        training_args.trained_head = True
+        start_head(model, splits["train"], collate, training_args, model_args.warm_start_epsilon)
     model = choose_trained(model, model_args, "SEQ_CLS")
     if SPLIT in splits:
         learn_public(model, splits[SPLIT], collate, training_args, data_args)
     inputs: dict[str, Any] = splits
-    is_classifier, unit = data.labels is not None, training_args.privacy_unit
-    if (
-        model_args.freeze == "encoder"
-        and is_pooled(model.config)
-        and can_train_on_features(model, is_classifier=is_classifier, unit=unit)
-    ):
+    can_be_features = can_train_on_features(
+        model, is_classifier=data.labels is not None, unit=training_args.privacy_unit
+    )
+    if model_args.freeze == "encoder" and is_pooled(model.config) and can_be_features:
         needed = {name: split for name, split in splits.items() if name != SPLIT}
         inputs = feature_splits(model, needed, collate, training_args, is_private=not data_args.non_private)
         collate = default_data_collator
@@ -315,22 +306,14 @@ def load_embedded(model_args: ModelArguments, training_args: DPTrainingArguments
     folder = Path(training_args.output_dir).parent / f"embedded-model-{corpus.digest}"
     with training_args.main_process_first(desc="building the embedded model"):
         model_args.model_name_or_path = str(build_model(folder, corpus))
-    tables = {
-        split: Table(
-            f"Python {platform.python_version()}'s standard library [{split}]",
-            {"text": [text for text, _ in records], "label": [LABELS[label] for _, label in records], "file": files},
-        )
-        for split, records, files in (
-            ("train", corpus.train, corpus.train_files),
-            ("validation", corpus.evaluation, corpus.evaluation_files),
-        )
-    }
     logger.info(
         f"Embedded text: {len(corpus.train)} private records, {len(corpus.evaluation)} for evaluation; tokenizer from "
         f"{len(corpus.public_text)} other, public passages: {folder}"
     )
     users = training_args.user_id_column
-    return build(tables, text_column="text", label_column="label", label_list=list(LABELS), user_id_column=users)
+    return build(
+        corpus.tables(), text_column="text", label_column="label", label_list=list(LABELS), user_id_column=users
+    )
 
 
 def declare_preprocessing(data_args: DataTrainingArguments, training_args: DPTrainingArguments) -> None:

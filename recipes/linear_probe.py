@@ -28,7 +28,7 @@ if __name__ == "__main__":  # run as a script: the repository root is not on the
 
 import numpy as np
 import torch
-from transformers import DataCollatorWithPadding, EvalPrediction, set_seed
+from transformers import DataCollatorWithPadding, EvalPrediction
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.convex import (
@@ -89,8 +89,7 @@ def main(argv: list[str]) -> None:
     """Features, head, evaluation of the final weights."""
     start = time.monotonic()
     model_args, data_args, training_args = parse(argv)
-    running.set_up_logging(training_args)
-    set_seed(training_args.seed)  # of layers that the model does not come with, which are frozen and public
+    running.set_up(training_args)  # the seed is of layers that the model does not come with: frozen, and public
 
     data = load_data(model_args, data_args, training_args)
     if data.labels is None:

@@ -24,13 +24,8 @@ TIMINGS = ("train_runtime", "train_samples_per_second", "train_steps_per_second"
 
 
 def set_up(training_args: DPTrainingArguments) -> None:
-    """Logging, and the seed of what is public."""
-    set_up_logging(training_args)
+    """Seed what is public, and log one line per event on the main process; the libraries log at --log_level."""
     set_seed(training_args.seed)
-
-
-def set_up_logging(training_args: DPTrainingArguments) -> None:
-    """One line per event on the main process; the libraries stay at the level of --log_level."""
     logging.basicConfig(
         format="%(asctime)s - %(levelname)s - %(name)s - %(message)s",
         datefmt="%m/%d/%Y %H:%M:%S",

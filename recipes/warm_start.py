@@ -149,6 +149,13 @@ class HeadForSequenceClassification(PreTrainedModel):
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
+def start_head(model: PreTrainedModel, records: Any, collate: Any, args: DPTrainingArguments, epsilon: float) -> None:
+    """Train the head as `warm_start` does, and let the run of `args` that follows count it."""
+    head_run, before = warm_start(model, records, collate, args, epsilon), args.earlier_runs or []
+    args.earlier_runs = [*([before] if isinstance(before, str) else before), head_run]
+    args.trained_head = True
+
+
 def warm_start(model: PreTrainedModel, records: Any, collate: Any, args: DPTrainingArguments, epsilon: float) -> str:
     """Train the head of `model` privately on frozen features, in place.
 

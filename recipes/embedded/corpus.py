@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import platform
 import re
 import sys
 import sysconfig
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_dpopt import DPConfigError
+from recipes.tables import Table
 
 LABELS = ("comment", "docstring", "code")
 EVAL_PERCENT = 12
@@ -66,6 +68,18 @@ class Corpus:
         """Ten hexadecimal digits that tell one installation's text from another's."""
         everything = [self.train, self.evaluation, self.public_text]
         return hashlib.sha256(repr(everything).encode()).hexdigest()[:10]
+
+    def tables(self) -> dict[str, Table]:
+        """The records for a recipe, with text, label and the file of each."""
+        name = f"Python {platform.python_version()}'s standard library"
+        parts = {"train": (self.train, self.train_files), "validation": (self.evaluation, self.evaluation_files)}
+        return {
+            split: Table(
+                f"{name} [{split}]",
+                {"text": [text for text, _ in records], "label": [LABELS[i] for _, i in records], "file": files},
+            )
+            for split, (records, files) in parts.items()
+        }
 
 
 def read_corpus(stdlib: Path | None = None) -> Corpus:

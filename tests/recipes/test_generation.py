@@ -1,4 +1,4 @@
-"""BLEU, ROUGE-L and NIST against values computed by hand, and against the usual packages where they are installed."""
+"""Scores of generated texts against values computed by hand, and perplexities."""
 
 from __future__ import annotations
 
