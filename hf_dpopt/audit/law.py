@@ -189,7 +189,7 @@ def sampling(w: Whitened, alpha: float) -> Finding:
         return _finding("sampling", most <= allowed, alpha, words)
     rate, (num_steps, num) = sampler.sample_rate, drawn.shape
     if rate == 1:
-        return _finding("sampling", drawn.all(), alpha, f"{drawn.mean():.4f} of the canaries in a batch, of 1")
+        return _finding("sampling", float(drawn.all()), alpha, f"{drawn.mean():.4f} of the canaries in a batch, of 1")
     sizes, counts = drawn.sum(axis=1), drawn.sum(axis=0)
     spread = rate * (1 - rate)
     p_total = 2 * stats.norm.sf(abs(drawn.mean() - rate) / np.sqrt(spread / drawn.size))
