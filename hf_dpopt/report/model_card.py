@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 
-from hf_dpopt.accounting.meaning import no_protection
 from hf_dpopt.report.facts import RunFacts
-from hf_dpopt.report.meaning import attacker_sentence
-from hf_dpopt.report.statement import STAMP, fill_joined, plain, round_up, unit_of
+from hf_dpopt.report.statement import StatementView, fill_joined, plain, round_up
 
 START = "<!-- hf_dpopt privacy statement: start (generated, edits are lost) -->"
 END = "<!-- hf_dpopt privacy statement: end -->"
@@ -37,10 +35,7 @@ def add_privacy_section(card_text: str, facts: RunFacts) -> str:
         card_text: a model card in Markdown, YAML front matter included; may be empty.
         facts: the facts of the run that the section states.
     """
-    lines = fill_joined(
-        "report/card.md.j2", facts=facts, plan=facts.plan, unit=unit_of(facts.plan), stamp=STAMP,
-        no_protection=no_protection, attacker_sentence=attacker_sentence,
-    )  # fmt: skip
+    lines = fill_joined("report/card.md.j2", **vars(StatementView.of(facts)))
     section = f"{START}\n{lines}{END}"
     card = _with_metadata(_SECTION.sub("\n\n", card_text), facts)
     for heading in _BEFORE:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import decimal
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +26,65 @@ STAMP = "NOT PRIVATE"
 LARGEST_SHOWN_EPSILON = 100.0  # beyond, a number would only look like one
 
 
+@dataclasses.dataclass(frozen=True)
+class StatementView:
+    """All that the templates of statement and model card print. Public values only.
+
+    Attributes:
+        facts: the facts of the run.
+        plan: its plan, as `PlanRecord.to_json` gives it.
+        unit, elements: words for one unit of privacy, and for the elements that batches are drawn from.
+        num_units: records or users that are protected one by one.
+        sizes_of_delta: numbers of units whose default delta is that of the run; None where it is no default.
+        number_of_runs: law of the number of runs of a tuning; empty without one.
+        preclip_options: options of the preconditioner.
+        is_known_preclip: whether it is one of the package.
+        advised: options that were chosen for the user.
+        sampling: sentence about the batches.
+        noise_stream: sentence about the generator of the noise.
+    """
+
+    facts: RunFacts
+    plan: Mapping[str, Any]
+    unit: str
+    elements: str
+    num_units: int
+    sizes_of_delta: tuple[int, int] | None
+    number_of_runs: str
+    preclip_options: str
+    is_known_preclip: bool
+    advised: Mapping[str, str]
+    sampling: str
+    noise_stream: str
+
+    @classmethod
+    def of(cls, facts: RunFacts) -> StatementView:
+        """What is printed of a run."""
+        plan = facts.plan
+        law, num_units, preclip = dict(plan["sampler"]), _num_units(plan), plan.get("preclip") or {}
+        unit = "record" if plan["privacy_unit"] == "example" else plan["privacy_unit"]
+        return cls(
+            facts,
+            plan,
+            unit,
+            elements=_sampled_elements(plan),
+            num_units=num_units,
+            sizes_of_delta=sizes_with_default(num_units) if facts.delta == default_delta(num_units) else None,
+            number_of_runs=RunCount.read(plan["tuned"]).describe() if "tuned" in plan else "",
+            preclip_options=", ".join(f"{n} {v}" for n, v in preclip.items() if n != "name" and v is not None),
+            is_known_preclip=preclip.get("name") in {spec.name for spec, _ in PRECLIPS.values()},
+            advised={n: f"{v:g}" if isinstance(v, float) else str(v) for n, v in plan.get("advised", {}).items()},
+            sampling=SAMPLERS[law.pop("name")](**law).describe(unit),
+            noise_stream=describe_stream(plan["noise_rng"]),
+        )
+
+
 def render_statement(facts: RunFacts) -> str:
     """Return the statement as Markdown. Its first line says so if the run guarantees nothing, or protects nobody.
 
     Epsilons are rounded up, so the text never claims more than the accountant proved.
     """
-    plan = facts.plan
-    law, num_units, preclip = dict(plan["sampler"]), _num_units(plan), plan.get("preclip") or {}
-    return fill_joined(
-        "report/statement.md.j2",
-        facts=facts,
-        plan=plan,
-        stamp=STAMP,
-        inf=math.inf,
-        exp=math.exp,
-        unit=unit_of(plan),
-        elements=_sampled_elements(plan),
-        num_units=num_units,
-        no_protection=no_protection,
-        sizes_of_delta=sizes_with_default(num_units) if facts.delta == default_delta(num_units) else None,
-        number_of_runs=RunCount.read(plan["tuned"]).describe() if "tuned" in plan else "",
-        known_preclips={spec.name for spec, _ in PRECLIPS.values()},
-        preclip_options=", ".join(f"{n} {v}" for n, v in preclip.items() if n != "name" and v is not None),
-        advised={n: f"{v:g}" if isinstance(v, float) else str(v) for n, v in plan.get("advised", {}).items()},
-        attacker_sentence=attacker_sentence,
-        shown_groups=SHOWN_GROUPS,
-        sampling=SAMPLERS[law.pop("name")](**law).describe(unit_of(plan)),
-        noise_stream=describe_stream(plan["noise_rng"]),
-    )
+    return fill_joined("report/statement.md.j2", **vars(StatementView.of(facts)))
 
 
 def fill(template: str, **values: Any) -> str:
@@ -78,6 +110,10 @@ def _templates() -> jinja2.Environment:
         "percent": percent,
     }  # fmt: skip
     found.filters |= filters
+    found.globals |= {
+        "stamp": STAMP, "inf": math.inf, "exp": math.exp, "no_protection": no_protection,
+        "attacker_sentence": attacker_sentence, "shown_groups": SHOWN_GROUPS,
+    }  # fmt: skip
     return found
 
 
@@ -92,11 +128,6 @@ def round_up(value: float, digits: int = 5) -> str:
 def plain(text: str) -> str:
     """The user's text on one line, unable to open an HTML comment (they mark the section of a model card) or code."""
     return " ".join(text.replace("`", "'").replace("<", "(").replace(">", ")").replace("|", "/").split())
-
-
-def unit_of(plan: dict[str, Any]) -> str:
-    """Word for one unit of privacy."""
-    return "record" if plan["privacy_unit"] == "example" else plan["privacy_unit"]
 
 
 def _num_units(plan: dict[str, Any]) -> int:
