@@ -143,7 +143,7 @@ def _plan_run(inputs: TrainerInputs, ranks: Ranks, expected: int) -> PlannedRun:
             output_dir, args.private_state_dir, keeps_budget=config.target_epsilon is not None,
             num_examples=num_examples,
         )  # fmt: skip
-        with reading_plan(recorded, output_dir):
+        with reading_plan(output_dir, is_trusted=recorded is None or recorded.delta is not None):
             before = None if recorded is None else recorded.advised or {}
             return recorded, ask_advisor(inputs, num_units=num_examples, batch=expected, recorded=before)
 
@@ -176,7 +176,7 @@ def _plan_run(inputs: TrainerInputs, ranks: Ranks, expected: int) -> PlannedRun:
         )
 
     # tuning on other hardware may end in other digits
-    with reading_plan(recorded, output_dir):
+    with reading_plan(output_dir, is_trusted=recorded is None or recorded.delta is not None):
         plan = ranks.same(planned)
     advised.apply(args)
     return PlannedRun(plan, advised, users, declared)

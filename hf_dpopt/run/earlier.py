@@ -96,28 +96,24 @@ def read_earlier_runs(
 
 
 @contextlib.contextmanager
-def reading_plan(recorded: PlanRecord | None, output_dir: str | Path) -> Iterator[None]:
-    """Say of a recorded plan that cannot be read that it was edited; of one that anybody may have made.
+def reading_plan(output_dir: str | Path, *, is_trusted: bool) -> Iterator[None]:
+    """Say of a recorded plan that cannot be read that it was edited.
 
     Args:
-        recorded: what `recorded_plan` returned.
         output_dir: folder of the run.
+        is_trusted: whether the plan is that of a log, or none: an error is then another one.
     """
     try:
         yield
     except (DPBudgetExceeded, DPConfigError):
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        if recorded is None or recorded.delta is not None:
+        if is_trusted:
             raise
-        raise _unreadable(output_dir, error) from error
-
-
-def _unreadable(output_dir: str | Path, error: Exception) -> DPConfigError:
-    return DPConfigError(
-        f"output_dir={output_dir}: the plan in its ledger is that of a run of another kind, or was edited "
-        f"({type(error).__name__}). Put the original ledger back, or choose another output_dir."
-    )
+        raise DPConfigError(
+            f"output_dir={output_dir}: the plan in its ledger is that of a run of another kind, or was edited "
+            f"({type(error).__name__}). Put the original ledger back, or choose another output_dir."
+        ) from error
 
 
 def recorded_plan(
@@ -141,10 +137,8 @@ def recorded_plan(
     known = found.known
     if known is None or known.plan is None or (found.log is None and not known.num_charged):
         return None
-    try:
+    with reading_plan(output_dir, is_trusted=False):
         plan = PlanRecord.from_json(known.plan)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise _unreadable(output_dir, error) from error
     if found.log is None:  # anybody who writes there may have made it
         plan = dataclasses.replace(plan, delta=None, certificate=None)
     if num_examples not in (None, plan.num_examples):
