@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_dpopt.verify.chain import LedgerFile
 from hf_dpopt.verify.events import BINS, Mechanism
-from hf_dpopt.verify.outcome import Contradiction, Unknown
+from hf_dpopt.verify.outcome import Contradiction, Inapplicable, Unknown
 from hf_dpopt.verify.reading import Fields
 
 FORMAT = 1
@@ -321,6 +321,8 @@ def _share_of_count(report: Report) -> float:
 def check_private_metrics(report: Report) -> str:
     """Numbers that are released with the gradients, and whether anything of a step's budget is left to those."""
     plan = report.plan
+    if not plan.has("private_metrics"):
+        raise Inapplicable("gradients alone are released")
     metrics = plan.inner("private_metrics")
     share, bound = metrics.positive("share"), metrics.positive("loss_bound")
     by_quantile = plan.has("preclip") and plan.inner("preclip").text("name") == "quantile"
@@ -328,6 +330,13 @@ def check_private_metrics(report: Report) -> str:
     if taken >= 1:
         raise Contradiction(f"the numbers and what is counted take {taken:.1%} of each step's budget")
     return f"losses cut to {bound:g}, counts of norms: {share:.3%} of each step's budget, in the same release"
+
+
+def check_earlier(report: Report) -> str:
+    """Earlier runs, which the report describes."""
+    if not report.earlier:
+        raise Inapplicable("there is none")
+    raise Unknown(f"{len(report.earlier)} are included as the report describes them; verify the folder of each")
 
 
 def check_versions(report: Report) -> str:

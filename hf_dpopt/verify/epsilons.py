@@ -160,6 +160,8 @@ def _of_bins(report: Report, what: str, claimed: float, chains: tuple[int, ...],
 
 def check_attackers(report: Report) -> str:
     """The claimed true-positive rates against an independent bound on the best attacker."""
+    if not report.fields.content.get("meaning"):
+        raise Inapplicable("nothing is said of attackers")
     leaves = leaves_of(report, report.most_steps)
     rows = report.fields.inner("meaning").content.get("true_positives")
     if not isinstance(rows, list) or not rows:

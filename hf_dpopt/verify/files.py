@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from hf_dpopt.verify.claims import Report
-from hf_dpopt.verify.outcome import Contradiction, Unknown
+from hf_dpopt.verify.outcome import Contradiction, Inapplicable, Unknown
 from hf_dpopt.verify.reading import Fields, read_regular, strict_json
 
 PROMISE = re.compile(r"\*\*epsilon = (?P<epsilon>[^,*]+), delta = (?P<delta>[^*]+)\*\*")
@@ -85,6 +85,13 @@ def check_text(path: Path, report: Report, *, is_card: bool = False) -> str:
     return f"{path.name} promises the same epsilon and delta"
 
 
+def check_card(folder: Path | None, report: Report) -> str:
+    """The promise of the model card in a folder, if there is one, against the claim."""
+    if folder is None or not (folder / "README.md").is_file():
+        raise Inapplicable("there is no model card")
+    return check_text(folder / "README.md", report, is_card=True)
+
+
 def check_audits(path: Path, statement: Path, report: Report) -> str:
     """The audits beside a report: of this state of the ledger, passed, below the claim, and told in the statement.
 
@@ -93,6 +100,8 @@ def check_audits(path: Path, statement: Path, report: Report) -> str:
         statement: what people read.
         report: the report.
     """
+    if not os.path.lexists(path):
+        raise Inapplicable("there was no audit")
     audits = Fields(strict_json(read_regular(path)), path.name)
     text = read_regular(statement).decode(errors="replace") if statement.is_file() else ""
     said = []

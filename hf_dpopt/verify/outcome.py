@@ -114,12 +114,14 @@ def attempt(name: str, look: Callable[[], str | list[Check]], **numbers: Any) ->
 
     Args:
         name: name of the check, where `look` makes one, or none.
-        look: returns what it found or the checks that it made, or raises `Contradiction` or `Unknown`.
+        look: returns what it found or the checks that it made, or raises `Contradiction`, `Unknown` or `Inapplicable`.
         numbers: values of the check.
     """
     try:
         found = look()
         return found if isinstance(found, list) else [Check(name, OK, found, numbers)]
+    except Inapplicable:
+        return []
     except Unknown as error:
         return [Check(name, NOT_CHECKED, str(error), numbers)]
     except Contradiction as error:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from hf_dpopt.common.errors import DPConfigError
@@ -13,22 +11,11 @@ from hf_dpopt.verify.chain import LedgerFile, read_ledger
 from hf_dpopt.verify.claims import Report
 from hf_dpopt.verify.epsilons import check_attackers, check_epsilons
 from hf_dpopt.verify.head import verify_head
-from hf_dpopt.verify.outcome import FAILED, OK, Check, Contradiction, Outcome, Unknown, attempt
+from hf_dpopt.verify.outcome import FAILED, OK, Check, Contradiction, Outcome, attempt
 from hf_dpopt.verify.reading import Fields, read_regular, strict_json
 
 FOLDER, REPORT, HEAD, LEDGER, STATEMENT = "privacy", "report.json", "head.json", "ledger.jsonl", "statement.md"
 AUDIT = "audit.json"
-CLAIMS: dict[str, Callable[[Report], str]] = {
-    "private": claims.check_is_private,
-    "ledger digest": claims.check_digest,
-    "steps": claims.check_steps,
-    "plan": claims.check_plan,
-    "unit": claims.check_unit,
-    "delta": claims.check_delta,
-    "sampler": claims.check_sampler,
-    "sensitivity": claims.check_sensitivity,
-    "preconditioner": claims.check_preconditioner,
-}
 
 
 def verify(path: Path) -> Outcome:
@@ -73,28 +60,26 @@ def _verify_run(report: Report, folder: Path) -> list[Check]:
     checks = attempt("report", lambda: claims.check_form(report))
     if checks[0].status != OK:
         return checks
-    looks: dict[str, Callable[[Report], str]] = dict(CLAIMS)
-    if report.plan.has("private_metrics"):
-        looks["private metrics"] = claims.check_private_metrics
-    looks["versions"] = claims.check_versions
-    for name, look in looks.items():
-        checks += attempt(name, partial(look, report))
-    checks += check_epsilons(report)
     output_dir = folder.parent if folder.name == FOLDER else None
-    statement, audits = folder / STATEMENT, folder / AUDIT
-    more: dict[str, Callable[[], str]] = {}
-    if report.fields.content.get("meaning"):
-        more["attackers"] = lambda: check_attackers(report)
-    if report.plan.has("earlier_runs"):
-        more["earlier runs"] = lambda: _of_earlier(report)
-    more["released files"] = lambda: files.check_released(report, output_dir)
-    more["statement"] = lambda: files.check_text(statement, report)
-    if os.path.lexists(audits):
-        more["audits"] = lambda: files.check_audits(audits, statement, report)
-    if output_dir is not None and (card := output_dir / "README.md").is_file():
-        more["model card"] = lambda: files.check_text(card, report, is_card=True)
-    return checks + [check for name, look in more.items() for check in attempt(name, look)]
-
-
-def _of_earlier(report: Report) -> str:
-    raise Unknown(f"{len(report.earlier)} are included as the report describes them; verify the folder of each")
+    statement = folder / STATEMENT
+    looks: dict[str, Callable[[], str | list[Check]]] = {
+        "private": lambda: claims.check_is_private(report),
+        "ledger digest": lambda: claims.check_digest(report),
+        "steps": lambda: claims.check_steps(report),
+        "plan": lambda: claims.check_plan(report),
+        "unit": lambda: claims.check_unit(report),
+        "delta": lambda: claims.check_delta(report),
+        "sampler": lambda: claims.check_sampler(report),
+        "sensitivity": lambda: claims.check_sensitivity(report),
+        "preconditioner": lambda: claims.check_preconditioner(report),
+        "private metrics": lambda: claims.check_private_metrics(report),
+        "versions": lambda: claims.check_versions(report),
+        "epsilon": lambda: check_epsilons(report),
+        "attackers": lambda: check_attackers(report),
+        "earlier runs": lambda: claims.check_earlier(report),
+        "released files": lambda: files.check_released(report, output_dir),
+        "statement": lambda: files.check_text(statement, report),
+        "audits": lambda: files.check_audits(folder / AUDIT, statement, report),
+        "model card": lambda: files.check_card(output_dir, report),
+    }
+    return checks + [check for name, look in looks.items() for check in attempt(name, look)]
