@@ -59,7 +59,7 @@ class StatementView:
 
     @classmethod
     def of(cls, facts: RunFacts) -> StatementView:
-        """What is printed of a run."""
+        """Collect the values of a run."""
         plan = facts.plan
         law, num_units, preclip = dict(plan["sampler"]), _num_units(plan), plan.get("preclip") or {}
         unit = "record" if plan["privacy_unit"] == "example" else plan["privacy_unit"]
