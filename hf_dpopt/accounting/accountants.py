@@ -45,10 +45,6 @@ MAX_PLD_EPSILON = 1000.0  # above, the losses overflow and the number means noth
 GRID_RATIO = 1.2  # of the grids on which the losses of single steps are kept
 MAX_TRUNCATION_SHARE = 0.01  # of delta, that `events.split_truncation` may use up; beyond, the exact analysis runs
 
-Composer = Callable[
-    [Composition, str, float], Callable[[float], float]
-]  # (steps, adjacency, grid) -> delta -> epsilon
-
 
 @dataclasses.dataclass(frozen=True)
 class Spent:
@@ -97,10 +93,10 @@ def _epsilon(
     poisson, cost = events.split_truncation(composition)
     if poisson != composition and cost <= MAX_TRUNCATION_SHARE * delta:
         return _epsilon(poisson, delta - cost, adjacency, relative_error, reuses_steps)
-    accountants = {**ACCOUNTANTS, "pld": _pld_of_kept_steps} if reuses_steps else ACCOUNTANTS
+    kept = {"pld": functools.partial(pld_epsilon, keeps_steps=True)} if reuses_steps else {}
     results = [
         Spent(max(0.0, float(value)), name)
-        for name, accountant in accountants.items()
+        for name, accountant in (ACCOUNTANTS | kept).items()
         if (value := accountant(composition, delta, adjacency, relative_error)) is not None
     ]
     if not results:
@@ -127,23 +123,22 @@ def gaussian_epsilon(
     return value * (1 + 1e-9) + 1e-11 if value > 0 else 0.0
 
 
-def pld_epsilon(composition: Composition, delta: float, adjacency: str, relative_error: float = FINE) -> float | None:
+def pld_epsilon(
+    composition: Composition,
+    delta: float,
+    adjacency: str,
+    relative_error: float = FINE,
+    *,
+    keeps_steps: bool = False,
+) -> float | None:
     """Privacy loss distribution, discretised pessimistically: tight up to the grid.
+
+    With `keeps_steps` on grids that are powers of `GRID_RATIO`: the loss of one step is then computed once for many.
 
     References:
         Doroshenko et al. (2022), arXiv:2207.04380 (connect the dots).
     """
-    return _pld(composition, delta, adjacency, relative_error, _compose)
-
-
-def _pld_of_kept_steps(composition: Composition, delta: float, adjacency: str, relative_error: float) -> float | None:
-    """`pld_epsilon` on grids that are powers of `GRID_RATIO`: the loss of one step is computed once for many."""
-    return _pld(composition, delta, adjacency, relative_error, _compose_kept)
-
-
-def _pld(
-    composition: Composition, delta: float, adjacency: str, relative_error: float, compose: Composer
-) -> float | None:
+    compose = _compose_kept if keeps_steps else _compose
     empty = PLDAccountant(events.relation(adjacency))
     if delta < MIN_PLD_DELTA or not all(empty.supports(leaf) for leaf, _ in composition):
         return None
@@ -164,10 +159,10 @@ def _pld(
 
 def _compose(composition: Composition, adjacency: str, grid: float) -> Callable[[float], float]:
     """Function from delta to epsilon of the steps, on a grid."""
-    return _accountant_of(composition, adjacency, grid).get_epsilon
+    return accountant_of(composition, adjacency, grid).get_epsilon
 
 
-def _accountant_of(composition: Composition, adjacency: str, grid: float) -> PLDAccountant:
+def accountant_of(composition: Composition, adjacency: str, grid: float) -> PLDAccountant:
     """Privacy losses of the steps on a grid."""
     accountant = PLDAccountant(events.relation(adjacency), grid)
     for leaf, count in composition:
@@ -239,7 +234,7 @@ def selection_epsilon(
         return one_run
     floor = smallest_grid(run)
     grid = max(floor, grid_interval(one_run, events.num_compositions(run), relative_error))
-    accountant = _accountant_of(run, adjacency, grid)
+    accountant = accountant_of(run, adjacency, grid)
     return profile_epsilon(count, delta, accountant.get_epsilon, accountant.get_delta)
 
 

@@ -247,9 +247,7 @@ def _by_pld(composition: Composition, delta: float, t: np.ndarray, adjacency: st
     has_mixture = any(isinstance(leaf, MixtureOfGaussiansDpEvent) for leaf, _ in composition)
     error = MIXTURE_ERROR if has_mixture else RELATIVE_ERROR
     grid = max(accountants.grid_interval(guess, count, error), accountants.smallest_grid(composition))
-    accountant = PLDAccountant(events.relation(adjacency), grid)
-    for leaf, times in composition:
-        accountant.compose(leaf, times)
+    accountant = accountants.accountant_of(composition, adjacency, grid)
     found: np.ndarray = np.clip(accountant.get_delta(t), 0.0, 1.0)  # type: ignore[arg-type]  # it takes arrays, too
     return found + ROUNDING + 1e-16 * count
 
