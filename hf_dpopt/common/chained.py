@@ -141,16 +141,16 @@ class ChainedFile:
             lock.close()
 
     @classmethod
-    def rewrite(cls, path: Path, records: Iterable[dict[str, Any]], *, mode: int = 0o644) -> ChainedFile:
+    def rewrite(cls, path: Path, records: Iterable[dict[str, Any]]) -> ChainedFile:
         """Open a file that holds these records and no others; it is replaced as a whole if it differs."""
-        made, lines = cls(path, mode), list[bytes]()
+        made, lines = cls(path), list[bytes]()
         for record in records:
             digest, line = seal_record(record, made.digest)
             made._keep(record, digest, len(line) + 1)
             lines.append(line + b"\n")
         content = b"".join(lines)
         if not os.path.lexists(path) or path.is_symlink() or read_whole(path) != content:
-            write_durably(path, content, mode=mode)
+            write_durably(path, content, mode=made._mode)
         made._settle()
         made._is_open = True
         return made

@@ -79,12 +79,17 @@ def check_layout(model: nn.Module) -> None:
             )
 
 
-def rows_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first row that lies on this rank, and how many do: those of `torch.chunk`, which may be none."""
+def rows_of(tensor: torch.Tensor, num_rows: int | None = None) -> tuple[int, int]:
+    """The first row that lies on this rank, and how many do: those of `torch.chunk`, which may be none.
+
+    Args:
+        tensor: sharded tensor.
+        num_rows: rows of another tensor that is dealt to the same ranks; those of this one by default.
+    """
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
-    num_rows, size, rank = tensor.shape[0], mesh.size(), mesh.get_local_rank()
-    each = -(-num_rows // size)
-    first = min(num_rows, rank * each)
+    num_rows = tensor.shape[0] if num_rows is None else num_rows
+    each = -(-num_rows // mesh.size())
+    first = min(num_rows, mesh.get_local_rank() * each)
     return first, min(num_rows, first + each) - first
 
 
@@ -119,22 +124,18 @@ def sum_to_shard(like: torch.Tensor, partial: torch.Tensor) -> torch.Tensor:
     return mine[: rows_of(like)[1]]
 
 
-def sharded_like(like: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
+def sharded_like(like: torch.Tensor, mine: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
     """The sharded tensor whose part on this rank is `mine`, which it shares the memory of; with no communication.
 
     Args:
-        like: sharded tensor of the same shape and layout, of any dtype.
+        like: sharded tensor of the same layout, of any dtype.
         mine: (p, ...).
+        shape: shape of the whole; that of `like` by default.
     """
-    dtensor = sys.modules["torch.distributed.tensor"].DTensor
-    return dtensor.from_local(
-        mine,
-        like.device_mesh,  # type: ignore[attr-defined]
-        like.placements,  # type: ignore[attr-defined]
-        run_check=False,
-        shape=like.shape,
-        stride=torch.empty(like.shape, device="meta").stride(),
-    )
+    dtensor, shape = sys.modules["torch.distributed.tensor"].DTensor, like.shape if shape is None else shape
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    stride = torch.empty(shape, device="meta").stride()
+    return dtensor.from_local(mine, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def cut_like(like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -147,8 +148,12 @@ def cut_like(like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         return whole.to(like.device)
     if whole.shape != like.shape:
         raise DPConfigError(f"A tensor of shape {tuple(whole.shape)} cannot be cut like one of {tuple(like.shape)}.")
-    first, num = rows_of(like)
-    return sharded_like(like, whole[first : first + num].to(like.device, copy=True))
+    return _cut(like, whole)
+
+
+def _cut(like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    first, num = rows_of(like, len(whole))
+    return sharded_like(like, whole[first : first + num].to(like.device, copy=True), whole.shape)
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -183,8 +188,7 @@ def scattered(tree: Any, like: torch.Tensor) -> Any:
         like: any sharded parameter, for the ranks.
     """
     if isinstance(tree, dict) and tree.keys() == {WHOLE}:
-        whole = tree[WHOLE]
-        return cut_like(rows_over_the_ranks(like, whole), whole)
+        return _cut(like, tree[WHOLE])
     if isinstance(tree, dict):
         return {key: scattered(value, like) for key, value in tree.items()}
     return type(tree)(scattered(value, like) for value in tree) if isinstance(tree, (list, tuple)) else tree
@@ -195,17 +199,6 @@ def has_shards(tree: Any) -> bool:
     if isinstance(tree, dict):
         return WHOLE in tree or any(map(has_shards, tree.values()))
     return isinstance(tree, (list, tuple)) and any(map(has_shards, tree))
-
-
-def rows_over_the_ranks(like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """A tensor without content of the shape of `whole`, laid out over the ranks of `like`."""
-    dtensor = sys.modules["torch.distributed.tensor"].DTensor
-    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
-    rows = -(-len(whole) // mesh.size())
-    first = min(len(whole), rows * mesh.get_local_rank())
-    mine = torch.empty(min(len(whole), first + rows) - first, *whole.shape[1:], dtype=whole.dtype, device=like.device)
-    stride = torch.empty(whole.shape, device="meta").stride()
-    return dtensor.from_local(mine, mesh, placements, run_check=False, shape=whole.shape, stride=stride)
 
 
 def class_of(module: nn.Module) -> type:
