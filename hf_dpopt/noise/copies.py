@@ -90,6 +90,16 @@ class Copies(NoiseStrategy):
         """Participation in the clock of a copy."""
         return participation
 
+    def per_query_error(self, n: int, workload: Workload | None = None) -> np.ndarray:
+        if workload is not None:
+            return super().per_query_error(n, workload)
+        error, known = np.zeros(n), {0: np.zeros(1)}
+        for steps in self.steps_of_copies(n):  # which are independent, so that their variances add up
+            if len(steps) not in known:
+                known[len(steps)] = np.append(0.0, self.base.per_query_error(len(steps)))
+            error += known[len(steps)][np.searchsorted(steps, np.arange(n), side="right")]
+        return error
+
     def row_norm(self, t: int, num_steps: int | None = None) -> float:
         copy, clock = self.place(t)
         return self.base.row_norm(clock, None if num_steps is None else self.length(copy, num_steps))
@@ -154,17 +164,6 @@ class Restarted(Copies):
 
     def length(self, copy: int, num_steps: int) -> int:
         return min(self.every, num_steps)
-
-    def per_query_error(self, n: int, workload: Workload | None = None) -> np.ndarray:
-        if workload is not None:
-            return super().per_query_error(n, workload)
-        done, parts, known = 0.0, [], dict[int, np.ndarray]()
-        for length in map(len, self.steps_of_copies(n)):
-            if length not in known:
-                known[length] = self.base.per_query_error(length)
-            parts.append(done + known[length])  # what a copy left is taken back by none after it
-            done += float(known[length][-1])
-        return np.concatenate(parts)
 
     def noising_rows(self, first: int, end: int, num_steps: int | None = None) -> np.ndarray:
         length = None if num_steps is None else min(num_steps, self.every)
@@ -332,18 +331,6 @@ class Phased(Copies):
     def _within(self, copy: int, participation: Participation) -> Participation:
         separation = max(1, self.phases.closest(copy, participation.min_sep))
         return Participation(participation.max_participations, separation)
-
-    def per_query_error(self, n: int, workload: Workload | None = None) -> np.ndarray:
-        if workload is not None:
-            return super().per_query_error(n, workload)
-        kinds, error = self.phases.kinds(n), np.zeros(n)
-        for kind, steps in enumerate(self.steps_of_copies(n)):
-            own = np.concatenate([[0.0], self.base.per_query_error(len(steps))]) if len(steps) else np.zeros(1)
-            error += own[np.cumsum(kinds == kind)]  # streams of different kinds are independent
-        return error
-
-    def row_norm(self, t: int, num_steps: int | None = None) -> float:
-        return super().row_norm(t)
 
     def noising_rows(self, first: int, end: int, num_steps: int | None = None) -> np.ndarray:
         rows = np.zeros((end - first, end))
