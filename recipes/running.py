@@ -16,7 +16,7 @@ import transformers
 from transformers import Trainer, set_seed
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainerMixin, DPTrainingArguments
-from hf_dpopt.common.storage import find_fault
+from hf_dpopt.common.disk_faults import find_fault
 
 USAGE_ERROR = 2
 # Wall-clock values depend on how many records were drawn. They are shown, not stored.

@@ -27,9 +27,9 @@ from dp_accounting.rdp import RdpAccountant, compute_epsilon
 from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS
 
 from hf_dpopt.accounting import events
+from hf_dpopt.accounting.best_of_runs import gaussian_delta, profile_epsilon
 from hf_dpopt.accounting.events import Composition
 from hf_dpopt.accounting.random_allocation import balls_in_bins_epsilon
-from hf_dpopt.accounting.selection import gaussian_delta, profile_epsilon
 from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.errors import DPConfigError
 

@@ -24,8 +24,8 @@ from dp_accounting import (
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent
 from scipy import stats
 
+from hf_dpopt.accounting.best_of_runs import RunCount
 from hf_dpopt.accounting.random_allocation import BallsInBinsDpEvent
-from hf_dpopt.accounting.selection import RunCount
 from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.errors import DPConfigError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from hf_dpopt.accounting.selection import RunCount
+from hf_dpopt.accounting.best_of_runs import RunCount
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.plan.bounds import check_budget
 from hf_dpopt.report.statement import round_up

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hf_dpopt.common.disk_faults import naming
 from hf_dpopt.common.durable import is_open_at, read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.json_text import parse_json
 from hf_dpopt.common.locks import FileLock, LockHeld, open_plain
-from hf_dpopt.common.storage import naming
 
 GENESIS = "0" * 64  # what the first record names as the one before it
 PATIENCE = 60.0  # seconds to wait for another process that writes, which takes milliseconds

@@ -12,9 +12,9 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from hf_dpopt.common.disk_faults import naming
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger, warn_once
-from hf_dpopt.common.storage import naming
 
 # What a filesystem answers that does not have an operation; anything else (EIO, ENOSPC) is a failure of one that has.
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOTTY})

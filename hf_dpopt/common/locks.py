@@ -8,9 +8,9 @@ import os
 import stat
 from pathlib import Path
 
+from hf_dpopt.common.disk_faults import naming
 from hf_dpopt.common.durable import UNSUPPORTED
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.common.storage import naming
 
 
 class LockHeld(Exception):

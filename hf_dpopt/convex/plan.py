@@ -26,7 +26,7 @@ from hf_dpopt.convex.last_iterate import (
 )
 from hf_dpopt.plan.bounds import check_budget, check_sizes
 from hf_dpopt.sampling import SAMPLERS
-from hf_dpopt.sampling.base import Sampler
+from hf_dpopt.sampling.sampler import Sampler
 
 SMALLEST_NORM, LARGEST_NORM = 1e-9, 1e9  # of features, head and regulariser: their products are squared
 MAX_NOISE_RADII = 3.0  # radii that noise alone may cover; with more, accuracy fell in most runs (docs/convex.md)

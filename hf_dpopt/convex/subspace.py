@@ -18,7 +18,7 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.convex.last_iterate import ADJACENCY
 from hf_dpopt.convex.plan import HeadConfig
 from hf_dpopt.sampling import SAMPLERS
-from hf_dpopt.sampling.base import Sampler
+from hf_dpopt.sampling.sampler import Sampler
 
 ACCOUNTING = "no last-iterate bound; composition of {num_steps} releases"
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from hf_dpopt.accounting.best_of_runs import RunCount
 from hf_dpopt.accounting.delta import default_delta
-from hf_dpopt.accounting.selection import RunCount
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.inputs import TrainerInputs

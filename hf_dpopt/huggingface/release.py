@@ -18,10 +18,10 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback
 
 from hf_dpopt.common import collectives
+from hf_dpopt.common.disk_faults import naming
 from hf_dpopt.common.durable import remove_links
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import warn_once
-from hf_dpopt.common.storage import naming
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.evaluation import EvaluationGuard
 from hf_dpopt.huggingface.planning import PlannedRun, to_train

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dpopt.accounting.meaning import no_protection
+from hf_dpopt.accounting.attacker import no_protection
 from hf_dpopt.clipping import UnprivatizedStatistics, choose_engine, explain, make_engine, unruled
 from hf_dpopt.common import collectives
 from hf_dpopt.common.errors import DPConfigError
@@ -23,7 +23,7 @@ from hf_dpopt.huggingface.loader import TrainingRecords
 from hf_dpopt.huggingface.planning import PlannedRun
 from hf_dpopt.huggingface.private_metrics import announce_metrics
 from hf_dpopt.huggingface.shards import is_in_shards
-from hf_dpopt.public.gradients import PublicGradients
+from hf_dpopt.public.public_gradients import PublicGradients
 from hf_dpopt.randomness.framework import reseed_from_the_system, secret_randomness
 from hf_dpopt.records.data_mark import check_same_everywhere, data_mark
 from hf_dpopt.records.gradient_options import gradient_options

@@ -17,7 +17,7 @@ from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.iterates import AfterStep, BallProjection, IterateAverage, decay_over
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
-from hf_dpopt.public.gradients import PublicGradients
+from hf_dpopt.public.public_gradients import PublicGradients
 from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.run.stages import Stages
 

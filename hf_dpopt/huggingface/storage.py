@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from hf_dpopt.common.disk_faults import find_fault
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, DPStorageError
-from hf_dpopt.common.storage import find_fault
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.run.keys import default_private_dir, private_dir
 from hf_dpopt.run.log import Found, RunLog, find_run

@@ -16,10 +16,10 @@ from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import TrainOutput
 
 from hf_dpopt.common import collectives, log
+from hf_dpopt.common.disk_faults import naming
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.common.log import is_secret_key, logger
 from hf_dpopt.common.sharding import give_back
-from hf_dpopt.common.storage import naming
 from hf_dpopt.huggingface import refusals, stage_options
 from hf_dpopt.huggingface.arguments import RefuseStockTraining
 from hf_dpopt.huggingface.checkpoints import Checkpoints, loading

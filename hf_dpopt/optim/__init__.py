@@ -10,7 +10,7 @@ import torch
 
 from hf_dpopt.common.extras import import_modules
 from hf_dpopt.optim.adam import DPAdamBC, DPAdamW
-from hf_dpopt.optim.base import NoiseAwareOptimizer, state_bytes
+from hf_dpopt.optim.noise_aware import NoiseAwareOptimizer, state_bytes
 from hf_dpopt.optim.square_roots import DPAdaGrad, DPRMSProp
 from hf_dpopt.postprocess import Filter
 

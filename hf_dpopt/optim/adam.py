@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.optim.base import (
+from hf_dpopt.optim.noise_aware import (
     Group,
     NoiseAwareOptimizer,
     Tensors,

@@ -11,7 +11,7 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.sharding import cut_like, whole_of
 from hf_dpopt.optim import OPTIMIZERS
 from hf_dpopt.optim.adam import DPAdamBC, Form
-from hf_dpopt.optim.base import Group, NoiseAwareOptimizer, Tensors, check_range
+from hf_dpopt.optim.noise_aware import Group, NoiseAwareOptimizer, Tensors, check_range
 from hf_dpopt.postprocess import Filter, NoiseLevel
 
 Inner = Literal["adamw", "adam_bc"]

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from hf_dpopt.optim.base import Group, NoiseAwareOptimizer, Tensors, check_range, relative_error, root_without_noise
+from hf_dpopt.optim.noise_aware import (
+    Group,
+    NoiseAwareOptimizer,
+    Tensors,
+    check_range,
+    relative_error,
+    root_without_noise,
+)
 from hf_dpopt.postprocess import Filter, NoiseLevel
 
 State = dict[str, Any]

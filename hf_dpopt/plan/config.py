@@ -8,7 +8,7 @@ from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from hf_dpopt.accounting.selection import RunCount
+from hf_dpopt.accounting.best_of_runs import RunCount
 from hf_dpopt.clipping.thresholds import CLIPPINGS
 from hf_dpopt.common.adjacency import Adjacency
 from hf_dpopt.common.checks import (

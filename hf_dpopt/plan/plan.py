@@ -26,7 +26,7 @@ from hf_dpopt.plan.release import EarlierRun, Release
 from hf_dpopt.preclip import Identity, Preclip
 from hf_dpopt.randomness.cipher import source_of
 from hf_dpopt.sampling import Sampler
-from hf_dpopt.sampling.base import Steps, as_chains
+from hf_dpopt.sampling.sampler import Steps, as_chains
 
 LOG_RELATIVE_ERROR = 1e-2  # of the epsilon shown while the run is under way; always on the pessimistic side
 

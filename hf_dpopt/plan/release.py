@@ -15,13 +15,13 @@ from typing import Any
 import dp_accounting
 
 from hf_dpopt.accounting import accountants, events
+from hf_dpopt.accounting.best_of_runs import RunCount
 from hf_dpopt.accounting.calibrate import MARGIN, calibrate_gaussian, calibrate_noise_multiplier
 from hf_dpopt.accounting.certificates import Certificate
-from hf_dpopt.accounting.selection import RunCount
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import NoiseStrategy, from_parameters
 from hf_dpopt.sampling import SAMPLERS, Sampler
-from hf_dpopt.sampling.base import Steps, as_chains, charged_steps
+from hf_dpopt.sampling.sampler import Steps, as_chains, charged_steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ import functools
 from dp_accounting import GaussianDpEvent
 
 from hf_dpopt.accounting import accountants
+from hf_dpopt.accounting.best_of_runs import RunCount
 from hf_dpopt.accounting.calibrate import calibrate_noise_multiplier
-from hf_dpopt.accounting.selection import RunCount
 
 
 @functools.lru_cache(maxsize=64)

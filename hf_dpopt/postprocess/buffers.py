@@ -10,7 +10,7 @@ import torch
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.types import Gradients
-from hf_dpopt.postprocess.base import Filter
+from hf_dpopt.postprocess.maps import Filter
 
 STORAGE: dict[str | None, torch.dtype | None] = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -11,8 +11,8 @@ import torch
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.types import Released
-from hf_dpopt.postprocess.base import Postprocess
-from hf_dpopt.public.gradients import PublicGradients
+from hf_dpopt.postprocess.maps import Postprocess
+from hf_dpopt.public.public_gradients import PublicGradients
 
 # share of the private gradient after the fraction x of the schedule
 SCHEDULES: dict[str, Callable[[float], float]] = {

@@ -17,7 +17,9 @@ from typing import Any
 from hf_dpopt.common.checks import check_choice
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.extras import import_modules
-from hf_dpopt.preclip.base import (
+from hf_dpopt.preclip.delayed import DelayedPreconditioner
+from hf_dpopt.preclip.one_query import OneQuery
+from hf_dpopt.preclip.preconditioner import (
     Identity,
     OpeningQuery,
     Preclip,
@@ -26,8 +28,6 @@ from hf_dpopt.preclip.base import (
     ScaleChanges,
     option_names,
 )
-from hf_dpopt.preclip.delayed import DelayedPreconditioner
-from hf_dpopt.preclip.one_query import OneQuery
 from hf_dpopt.preclip.public import PublicPreconditioner
 from hf_dpopt.preclip.quantile import QuantileClipping
 from hf_dpopt.preclip.scale import ScaleThenPrivatize

@@ -15,7 +15,7 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.sharding import local_of
 from hf_dpopt.common.types import Gradients, Released
 from hf_dpopt.noise.registry import is_independent
-from hf_dpopt.preclip.base import Preconditioning, RunOptions, ScaleChanges, check_keys
+from hf_dpopt.preclip.preconditioner import Preconditioning, RunOptions, ScaleChanges, check_keys
 from hf_dpopt.preclip.queries import split
 from hf_dpopt.preclip.scale import ScaledStep
 from hf_dpopt.preclip.second_moments import DividingByMoment, SecondMoment

@@ -25,7 +25,7 @@ from hf_dpopt.clipping.squared_sum import COLUMNS, ROWS, SquaredSum, squared_sen
 from hf_dpopt.common.checks import check_positive
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.types import Gradients, Released
-from hf_dpopt.preclip.base import OpeningQuery, Preconditioning, RunOptions, check_keys
+from hf_dpopt.preclip.preconditioner import OpeningQuery, Preconditioning, RunOptions, check_keys
 from hf_dpopt.preclip.scale import Dividing, ScaledStep
 
 LEAST_NOISE = 0.1  # of the query, relative to its sensitivity: below, it alone would cost epsilon 40 and more

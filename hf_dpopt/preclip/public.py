@@ -12,7 +12,7 @@ from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.checks import check_count, check_real
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.types import Released
-from hf_dpopt.preclip.base import Preconditioning, PublicSource, ScaleChanges, check_keys
+from hf_dpopt.preclip.preconditioner import Preconditioning, PublicSource, ScaleChanges, check_keys
 from hf_dpopt.preclip.scale import ScaledStep
 from hf_dpopt.preclip.second_moments import DividingByMoment, SecondMoment
 

@@ -22,7 +22,7 @@ from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.checks import LARGEST_CLIPPING_NORM, SMALLEST_CLIPPING_NORM, check_positive
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.types import Released
-from hf_dpopt.preclip.base import Preclip, Preconditioning, RunOptions, ScaleChanges, check_keys, multiply_
+from hf_dpopt.preclip.preconditioner import Preclip, Preconditioning, RunOptions, ScaleChanges, check_keys, multiply_
 
 FARTHEST = 1e6  # that C may get from the first one, either way; it stays among the norms that are allowed, too
 

@@ -14,7 +14,7 @@ from hf_dpopt.common.checks import check_clipping_norm, check_clipping_ratio, ch
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.sharding import cut_like
 from hf_dpopt.common.types import Released
-from hf_dpopt.preclip.base import Preclip, Preconditioning, check_keys, multiply_
+from hf_dpopt.preclip.preconditioner import Preclip, Preconditioning, check_keys, multiply_
 
 Parts = Mapping[str, Diagonal | Factored]
 

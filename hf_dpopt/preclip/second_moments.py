@@ -15,7 +15,7 @@ from hf_dpopt.clipping.scaling import Diagonal, Factored
 from hf_dpopt.common.checks import check_choice, check_positive, check_real
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.sharding import whole_of
-from hf_dpopt.preclip.base import check_keys
+from hf_dpopt.preclip.preconditioner import check_keys
 from hf_dpopt.preclip.scale import Dividing
 
 Rule = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]

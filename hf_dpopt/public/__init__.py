@@ -6,6 +6,6 @@ the private dataset may not.
 
 from __future__ import annotations
 
-from hf_dpopt.public.gradients import PublicGradients
+from hf_dpopt.public.public_gradients import PublicGradients
 
 __all__ = ["PublicGradients"]

@@ -13,7 +13,7 @@ import torch
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.public.gradients import Gradients, PublicGradients, check_finite
+from hf_dpopt.public.public_gradients import Gradients, PublicGradients, check_finite
 
 COORDINATES = "subspace"  # name of the one tensor that coordinates are summed, noised and released in
 CHUNK = 2**20  # numbers taken to float64 at once

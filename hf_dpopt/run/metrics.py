@@ -11,7 +11,7 @@ from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.types import Released
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.private_metrics import PrivateMetrics
-from hf_dpopt.preclip.base import check_keys
+from hf_dpopt.preclip.preconditioner import check_keys
 
 PREFIX = "private_"
 QUANTILES = {"norm_p50": 0.5, "norm_p90": 0.9}

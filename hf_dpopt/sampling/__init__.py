@@ -17,11 +17,11 @@ A pair that is not here has no proof and is refused.
 from __future__ import annotations
 
 from hf_dpopt.sampling.balls_in_bins import BallsInBinsSampler
-from hf_dpopt.sampling.base import Sampler
 from hf_dpopt.sampling.capped_poisson import CappedPoissonSampler
 from hf_dpopt.sampling.cyclic_poisson import CyclicPoissonSampler
 from hf_dpopt.sampling.fixed_order import FixedOrderSampler
 from hf_dpopt.sampling.poisson import PoissonSampler
+from hf_dpopt.sampling.sampler import Sampler
 from hf_dpopt.sampling.truncated_poisson import TruncatedPoissonSampler
 
 SAMPLERS: dict[str, type[Sampler]] = {

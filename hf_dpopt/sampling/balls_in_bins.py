@@ -22,7 +22,7 @@ from hf_dpopt.noise.gaussian import IdentityStrategy
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.randomness.cipher import derive_key, word_blocks
-from hf_dpopt.sampling.base import Sampler, Steps, as_chains
+from hf_dpopt.sampling.sampler import Sampler, Steps, as_chains
 
 MOST_KEPT = 2**22  # records whose bins are found in one pass over the words of all
 MAX_CERTIFIED_BINS = 200  # a verification of four million samples takes minutes beyond

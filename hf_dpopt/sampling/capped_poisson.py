@@ -12,8 +12,8 @@ from scipy import stats
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise.strategy import NoiseStrategy
-from hf_dpopt.sampling.base import Steps, repeat
 from hf_dpopt.sampling.poisson import PoissonSampler
+from hf_dpopt.sampling.sampler import Steps, repeat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

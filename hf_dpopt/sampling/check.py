@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.sampling.base import Sampler
+from hf_dpopt.sampling.sampler import Sampler
 
 MOST_COUNTED = 2**24
 

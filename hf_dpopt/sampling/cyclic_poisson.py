@@ -16,7 +16,7 @@ from hf_dpopt.noise.copies import Phased
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.randomness.cipher import WORD_BLOCK, derive_key, word_blocks
-from hf_dpopt.sampling.base import Sampler, Steps, as_chains, repeat, sensitivity_over
+from hf_dpopt.sampling.sampler import Sampler, Steps, as_chains, repeat, sensitivity_over
 
 MOST_KEPT = 2**26  # records whose groups are kept: a byte each, or two; beyond, they are drawn anew in every step
 CHECKED_STEPS, MOST_CHECKED = 64, 512  # of a strategy's matrix

@@ -14,7 +14,7 @@ import numpy as np
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.randomness.cipher import random_words, word_blocks
-from hf_dpopt.sampling.base import Sampler, Steps, as_chains
+from hf_dpopt.sampling.sampler import Sampler, Steps, as_chains
 
 WINDOW = 2**22  # places of the order that are found in one pass over the words of all records
 _BITS = 20  # of a word, by which a pass knows which words come near a place

@@ -11,7 +11,7 @@ import numpy as np
 
 from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.randomness.cipher import word_blocks
-from hf_dpopt.sampling.base import Sampler, Steps, repeat
+from hf_dpopt.sampling.sampler import Sampler, Steps, repeat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

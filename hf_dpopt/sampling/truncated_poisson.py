@@ -13,8 +13,8 @@ import numpy as np
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.randomness.cipher import random_words
-from hf_dpopt.sampling.base import Steps, repeat
 from hf_dpopt.sampling.poisson import PoissonSampler
+from hf_dpopt.sampling.sampler import Steps, repeat
 
 # The default cap is the mean plus 7 standard deviations plus 8, which corrects for the skewness of small batches
 # (Cornish-Fisher: (7^2 - 1) / 6). It is exceeded about once in 1e12 steps, whatever the batch size.

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_dpopt.accounting.selection import RunCount
+from hf_dpopt.accounting.best_of_runs import RunCount
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.run.dataset_ledger import DatasetBudget
 from hf_dpopt.tuning.search import Candidate, RunFailed

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_dpopt.accounting.selection import RunCount
+from hf_dpopt.accounting.best_of_runs import RunCount
 from hf_dpopt.common.chained import ChainedFile, canonical
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.locks import FileLock, LockHeld

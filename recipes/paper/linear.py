@@ -137,7 +137,7 @@ def squared_sum(records: Records, weights_WK: np.ndarray, clip: float, *, by_row
 
 
 class PublicMean:
-    """Gradients of all public records, every time: a `hf_dpopt.preclip.base.PublicSource`.
+    """Gradients of all public records, every time: a `hf_dpopt.preclip.preconditioner.PublicSource`.
 
     Args:
         records: the public records.

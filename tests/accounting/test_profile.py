@@ -15,7 +15,7 @@ from scipy import stats
 from scipy.special import ndtr, ndtri
 
 from hf_dpopt.accounting import accountants
-from hf_dpopt.accounting.meaning import gaussian_fit, meaning, pair_alone, round_up
+from hf_dpopt.accounting.attacker import gaussian_fit, meaning, pair_alone, round_up
 from hf_dpopt.accounting.profile import Profile, privacy_profile
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig

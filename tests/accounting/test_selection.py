@@ -13,7 +13,7 @@ from dp_accounting.rdp import RdpAccountant, compute_epsilon
 from scipy import integrate, stats
 
 from hf_dpopt.accounting import accountants, epsilon, events
-from hf_dpopt.accounting.selection import RunCount, gaussian_delta, profile_epsilon
+from hf_dpopt.accounting.best_of_runs import RunCount, gaussian_delta, profile_epsilon
 from hf_dpopt.common.errors import DPConfigError
 
 ALPHA = 1e-6  # probability that a test of random numbers fails by chance

@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_dpopt import DPConfigError, PrivacyConfig
+from hf_dpopt.accounting.best_of_runs import RunCount
 from hf_dpopt.accounting.events import flatten
-from hf_dpopt.accounting.selection import RunCount
 from hf_dpopt.cli.app import app
 from hf_dpopt.noise import MECHANISMS
 from hf_dpopt.preclip import PRECLIPS

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hf_dpopt import DPConfigError
-from hf_dpopt.accounting.selection import RunCount
+from hf_dpopt.accounting.best_of_runs import RunCount
 from tests import tiny
 from tests.tuning.in_process import tune
 

@@ -14,7 +14,7 @@ from tests import tiny
 REFUSED = {  # file that is missing -> arguments that name it
     "noise/tree.py": {"noise_mechanism": "tree"},
     "noise/dense.py": {"noise_mechanism": "dense"},
-    "preclip/subspace.py": {"preconditioner": "subspace"},
+    "preclip/subspace_projection.py": {"preconditioner": "subspace"},
     "optim/galore.py": {"optim": "dp_galore", "optim_args": "rank=2"},
 }
 

@@ -16,8 +16,8 @@ HIDDEN = {
     "convex": ("convex", "cli/head.py"),
     "experimental": ("experimental",),
     "subspace": (  # a head and a preconditioner of experiments are made of one
-        "public/subspace.py", "postprocess/subspace.py", "preclip/subspace.py", "preclip/projected.py",
-        "experimental/goe.py", "convex", "cli/head.py",
+        "public/subspace.py", "postprocess/subspace_adagrad.py", "preclip/subspace_projection.py",
+        "preclip/projected.py", "experimental/goe.py", "convex", "cli/head.py",
     ),
     "galore": ("optim/galore.py",),
     "tree": ("noise/tree.py",),

@@ -13,7 +13,7 @@ from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.postprocess.subspace import ProjectedGradient
+from hf_dpopt.postprocess.subspace_adagrad import ProjectedGradient
 from hf_dpopt.preclip import projected
 from hf_dpopt.preclip.projected import ProjectingEngine, coordinates
 from hf_dpopt.public import PublicGradients

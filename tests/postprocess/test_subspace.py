@@ -9,7 +9,7 @@ import torch
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.postprocess.noise_level import IndependentNoise
-from hf_dpopt.postprocess.subspace import ProjectedGradient, SubspaceAdaGrad
+from hf_dpopt.postprocess.subspace_adagrad import ProjectedGradient, SubspaceAdaGrad
 from hf_dpopt.public import PublicGradients
 from hf_dpopt.public.subspace import PublicSubspace, RefreshedSubspace
 from hf_dpopt.records.losses import RecordLosses

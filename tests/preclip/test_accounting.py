@@ -17,7 +17,7 @@ from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.types import ClippedSums
 from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.preclip import PRECLIPS, DelayedPreconditioner, Identity, Preclip, ScaleThenPrivatize
-from hf_dpopt.preclip.base import _Nothing
+from hf_dpopt.preclip.preconditioner import _Nothing
 from hf_dpopt.run.ledger import LEDGER
 from hf_dpopt.run.stages import Stages
 from tests.preclip.loop import CLIP_SGD, EXPECTED, NUM_RECORDS, Loop, plan

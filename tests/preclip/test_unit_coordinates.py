@@ -26,7 +26,7 @@ from hf_dpopt.noise.copies import Copies, Phases
 from hf_dpopt.noise.tree import TreeAggregation
 from hf_dpopt.plan.compare import compare_row, errors_across, predicted_errors
 from hf_dpopt.preclip import DelayedPreconditioner, PublicPreconditioner, QuantileClipping, ScaleChanges
-from hf_dpopt.preclip.subspace import PublicSubspaceProjection
+from hf_dpopt.preclip.subspace_projection import PublicSubspaceProjection
 from hf_dpopt.sampling import SAMPLERS
 from tests.preclip.loop import CLIP_SGD, NUM_RECORDS, Loop, plan
 

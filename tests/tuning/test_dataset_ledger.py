@@ -13,8 +13,8 @@ from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
 from hf_dpopt import DPBudgetExceeded
 from hf_dpopt.accounting import epsilon
+from hf_dpopt.accounting.best_of_runs import RunCount
 from hf_dpopt.accounting.filter import Charge, RenyiFilter, best_order, charge_of
-from hf_dpopt.accounting.selection import RunCount
 from hf_dpopt.cli.folders import show_ledger
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.run.dataset_ledger import DatasetLedger, Reservation, reserve

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from hf_dpopt.accounting import accountants, events
-from hf_dpopt.accounting.selection import RunCount
+from hf_dpopt.accounting.best_of_runs import RunCount
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig

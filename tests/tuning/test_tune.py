@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hf_dpopt.accounting.selection import RunCount
+from hf_dpopt.accounting.best_of_runs import RunCount
 from hf_dpopt.cli import tune
 from hf_dpopt.cli.tune import run_tuning
 from hf_dpopt.common.chained import ChainedFile

@@ -21,7 +21,7 @@ from hf_dpopt.noise import independent_noise, make_noise_source
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess import IndependentNoise, Postprocess
 from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
-from hf_dpopt.postprocess.subspace import ProjectedGradient, SubspaceAdaGrad
+from hf_dpopt.postprocess.subspace_adagrad import ProjectedGradient, SubspaceAdaGrad
 from hf_dpopt.preclip.projected import ProjectingEngine
 from hf_dpopt.public import PublicGradients
 from hf_dpopt.public.subspace import COORDINATES, RefreshedSubspace

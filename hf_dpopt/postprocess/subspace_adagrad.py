@@ -12,7 +12,7 @@ import torch
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.types import Released
-from hf_dpopt.postprocess.base import Postprocess
+from hf_dpopt.postprocess.maps import Postprocess
 from hf_dpopt.postprocess.noise_level import NoiseLevel
 from hf_dpopt.public.subspace import COORDINATES, PublicSubspace, retained
 

@@ -10,11 +10,11 @@ from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.checks import check_choice, check_count, check_real
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.types import Released
-from hf_dpopt.postprocess.subspace import ProjectedGradient, SubspaceAdaGrad
+from hf_dpopt.postprocess.subspace_adagrad import ProjectedGradient, SubspaceAdaGrad
 from hf_dpopt.preclip import PRECLIPS
-from hf_dpopt.preclip.base import Preclip, Preconditioning, ScaleChanges
+from hf_dpopt.preclip.preconditioner import Preclip, Preconditioning, ScaleChanges
 from hf_dpopt.preclip.projected import ProjectingEngine
-from hf_dpopt.public.gradients import PublicGradients
+from hf_dpopt.public.public_gradients import PublicGradients
 from hf_dpopt.public.subspace import RefreshedSubspace
 
 
