@@ -24,7 +24,6 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.trainer import DPTrainer
-from hf_dpopt.huggingface.watching import AfterStep
 from hf_dpopt.noise.registry import is_independent
 from hf_dpopt.plan.plan import PrivacyPlan
 
@@ -72,13 +71,14 @@ class _AuditedTrainer(DPTrainer):
         self.weights = [_weights(self.model)]
         self.drawn: list[np.ndarray] = []
         self.gains: list[float | None] = []
-        self.add_callback(AfterStep(self._look))
 
-    def _look(self, step: int) -> None:
-        run = self._training.run
-        self.weights.append(_weights(self.model))
-        self.drawn.append(run.plan.sampler.draw(run.chain.sampling_key, step))
-        self.gains.append(run.preclip.gain)
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        step, run = self.state.global_step, self._training.run
+        if len(self.weights) == step:  # the end of an epoch comes here a second time
+            self.weights.append(_weights(self.model))
+            self.drawn.append(run.plan.sampler.draw(run.chain.sampling_key, step))
+            self.gains.append(run.preclip.gain)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
 
 def _weights(model: torch.nn.Module) -> dict[str, np.ndarray]:
