@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from hf_dpopt.clipping.squared_sum import COLUMNS, ROWS, squared_sensitivity
 from hf_dpopt.common.types import ClippedSums, Released
 from hf_dpopt.noise.level import MechanismLevel
 from hf_dpopt.plan.plan import PrivacyPlan
-from hf_dpopt.preclip import OneQuery
+from hf_dpopt.preclip import OneQuery, Preclip
 from recipes.paper.steps import PrivateSteps, Scales
 
 WEIGHTS = "w"
@@ -219,3 +220,54 @@ def opening_answer(
             total = total + stddev * rng.standard_normal(total.shape)
         answer[name] = torch.tensor(total / len(records), dtype=torch.float32)
     return Released(answer)
+
+
+def private_run(
+    records: Records,
+    plan: PrivacyPlan,
+    run: Any,
+    preclip: Callable[[MechanismLevel], Any],
+    optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
+    *,
+    num_outputs: int = 1,
+    rates: Sequence[float] | None = None,
+    public: Records | None = None,
+    is_exact: bool = False,
+) -> Iterator[tuple[int, np.ndarray, PrivateGradients]]:
+    """Train from zero; yields step, weights and gradients after every step.
+
+    Args:
+        records: training records.
+        plan: made for a clipping norm of 1.
+        run: its `clip` and `seed`; runs of one seed and sampler share batches, the noise is fresh in each.
+        preclip: makes the preconditioner from the level of the noise: a `Preclip`, or one that has started.
+        optimizer: of the weights.
+        num_outputs: of the model.
+        rates: learning rates relative to the optimizer's own; None for 1.
+        public: records for a preconditioner that asks for them.
+        is_exact: the query before the first step gets no noise, which is not private.
+    """
+    fresh = np.random.default_rng([run.seed, zlib.crc32(repr(run).encode())])
+    keys = np.random.default_rng(run.seed).bytes(32), fresh.bytes(32)
+    weights_WK = np.zeros((records.num_features, num_outputs))
+    parameter = torch.from_numpy(weights_WK)  # the same memory
+    source = None if public is None else PublicMean(public, weights_WK)
+
+    def start(level: MechanismLevel) -> Any:
+        spec = preclip(level)
+        if not isinstance(spec, Preclip):
+            return spec
+        made = spec.start({WEIGHTS: parameter}, clipping_norm=run.clip, noise=level, public=source)
+        if isinstance(spec, OneQuery):
+            rng = None if is_exact else fresh
+            made.receive_opening(opening_answer(spec, records, weights_WK, run.clip, rng))
+        return made
+
+    gradients = PrivateGradients(records, weights_WK, plan, clip=run.clip, keys=keys, start=start)
+    made = optimizer([parameter])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(made, lambda done: 1.0 if rates is None else [*rates, 0.0][done])
+    for step in range(1, plan.num_steps + 1):
+        parameter.grad = torch.from_numpy(gradients())
+        made.step()
+        scheduler.step()
+        yield step, weights_WK, gradients

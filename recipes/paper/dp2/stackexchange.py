@@ -22,7 +22,6 @@ import dataclasses
 import functools
 import gzip
 import json
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,16 +33,15 @@ from hf_dpopt.noise.level import MechanismLevel
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
-from hf_dpopt.preclip import DelayedPreconditioner, Identity, OneQuery, Preclip, Preconditioning, PublicPreconditioner
+from hf_dpopt.preclip import DelayedPreconditioner, Identity, OneQuery, Preclip, PublicPreconditioner
 from recipes.paper.dp2.data import bags
 from recipes.paper.dp2.training import DELTA, make_optimizer
 from recipes.paper.linear import (
     WEIGHTS,
     ManyClasses,
     PrivateGradients,
-    PublicMean,
     clipped_sum,
-    opening_answer,
+    private_run,
     with_bias,
 )
 from recipes.paper.runs import (
@@ -184,11 +182,9 @@ class Method:
         pairs = [move for move in PAIRS if not any(move[self.climbed :])]
         return [*alone, *pairs, *(tuple(-i for i in move) for move in pairs)]
 
-    def preclip(self, run: Run, noise: MechanismLevel | None = None) -> Preclip:
+    def preclip(self, run: Run, noise: MechanismLevel) -> Preclip:
         """The preconditioner of a run; floor and scales of DP^2 cost nothing, and need the level of the noise."""
         match self.scale:
-            case "dp2" if noise is None:
-                return DelayedPreconditioner(delay=DELAY)
             case "dp2":
                 return DelayedPreconditioner(
                     delay=DELAY, eps=run.floor * noise.variance_of_mean(DELAY) ** 0.5,
@@ -229,27 +225,13 @@ Observer = Callable[[int, np.ndarray, Any], None]
 def train(tasks: Callable[[str], Task], run: Run, observe: Observer = lambda *step: None) -> dict[str, Any]:
     """Accuracy of one run on the tuning records, a mean over its last models, and of its last model on the others."""
     task, method = tasks(run.task), METHODS[run.method]
-    fresh = np.random.default_rng([run.seed, zlib.crc32(repr(run).encode())])
-    keys = np.random.default_rng(run.seed).bytes(32), fresh.bytes(32)  # the same batches for all methods
-    weights_WK = np.zeros((task.train.num_features, len(CLASSES)))
-    parameter = torch.from_numpy(weights_WK)  # the same memory
-    public = PublicMean(task.public, weights_WK)
-
-    def start(level: MechanismLevel) -> Preconditioning:
-        spec = method.preclip(run, level)
-        return spec.start({WEIGHTS: parameter}, clipping_norm=run.clip, noise=level, public=public)
-
-    query = query_noise(run.epsilon) if method.scale == "query" else None
-    plan = plan_of(len(task.train), run.epsilon, query)
-    gradients = PrivateGradients(task.train, weights_WK, plan, clip=run.clip, keys=keys, start=start)
-    spec = method.preclip(run)
-    if isinstance(spec, OneQuery):
-        gradients.preconditioner.receive_opening(opening_answer(spec, task.train, weights_WK, run.clip, fresh))
-    optimizer = make_optimizer(method.optimizer, {"rate": run.rate, "eps": run.floor}, [parameter])
-    tuning = []
-    for step in range(1, plan.num_steps + 1):
-        parameter.grad = torch.from_numpy(gradients())
-        optimizer.step()
+    plan = plan_of(len(task.train), run.epsilon, query_noise(run.epsilon) if method.scale == "query" else None)
+    hyper, tuning = {"rate": run.rate, "eps": run.floor}, []
+    steps = private_run(
+        task.train, plan, run, functools.partial(method.preclip, run),
+        functools.partial(make_optimizer, method.optimizer, hyper), num_outputs=len(CLASSES), public=task.public,
+    )  # fmt: skip
+    for step, weights_WK, gradients in steps:
         observe(step, weights_WK, gradients)
         if step in CHOOSE:
             tuning.append(task.tuning.accuracy(weights_WK))

@@ -17,8 +17,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
-import zlib
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,12 @@ import torch
 from scipy.sparse import csr_matrix
 
 from hf_dpopt.noise import momentum_workload
-from hf_dpopt.noise.level import MechanismLevel
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.preclip import DelayedPreconditioner, Identity, OneQuery, Preclip, QuantileClipping
 from recipes.paper.dp2.data import imdb
-from recipes.paper.linear import WEIGHTS, PrivateGradients, TwoClasses, opening_answer, with_bias
+from recipes.paper.linear import TwoClasses, private_run, with_bias
 from recipes.paper.runs import KeptRuns, OptionalFolder, ascend, best_of, experiment, interval, percent
 from recipes.paper.steps import FromReleases, falling, query_noise
 from recipes.paper.texts import bucket, sst2
@@ -151,22 +149,13 @@ METHODS = {
 }
 
 
+@functools.cache
 def plan_of(batch: int, num_steps: int, num: int, method: Method, epsilon: float, preclip: Preclip) -> PrivacyPlan:
     """The plan of a run at clip 1; the noise grows with the clip."""
-    if isinstance(preclip, OneQuery):  # the floor costs nothing
-        preclip = OneQuery(query_noise=preclip.query_noise, by_rows=False)
-    asked = preclip.parameters() or {}
-    way = "restart" if method.anew else "auto"
-    return _plan_of(batch, num_steps, num, method.mechanism, way, epsilon, json.dumps(asked), preclip)
-
-
-@functools.cache
-def _plan_of(
-    batch: int, num_steps: int, num: int, mechanism: str, way: str, epsilon: float, asked: str, preclip: Preclip
-) -> PrivacyPlan:
     config = PrivacyConfig(
-        target_epsilon=epsilon, target_delta=DELTA, expected_batch_size=batch, noise_mechanism=mechanism,
-        sampling="poisson" if mechanism == "gaussian" else "auto", noise_at_changes=way,
+        target_epsilon=epsilon, target_delta=DELTA, expected_batch_size=batch, noise_mechanism=method.mechanism,
+        sampling="poisson" if method.mechanism == "gaussian" else "auto",
+        noise_at_changes="restart" if method.anew else "auto",
     )  # fmt: skip
     workload = momentum_workload(num_steps, MOMENTUM, falling(num_steps))
     return make_plan(config, num_examples=num, num_steps=num_steps, workload=workload, preclip=preclip)
@@ -175,32 +164,19 @@ def _plan_of(
 def train(tasks: Callable[[str], Task], run: Run) -> dict[str, Any]:
     """Accuracies of one run on the tuning and on the test records."""
     task, method = tasks(run.task), METHODS[run.method]
-    num, num_words = len(task.train), task.train.num_features
     preclip = method.preclip(run)
-    plan = plan_of(task.batch, task.num_steps, num, method, run.epsilon, preclip)
-    sampling_key = np.random.default_rng(run.seed).bytes(32)  # the same batches for methods with the same sampler
-    fresh = np.random.default_rng([run.seed, zlib.crc32(repr(run).encode())])
-    weights_W1 = np.zeros((num_words, 1))
+    plan = plan_of(task.batch, task.num_steps, len(task.train), method, run.epsilon, preclip)
 
-    def start(level: MechanismLevel) -> Any:
-        if method.scale == "releases":
-            return FromReleases(run.floor)
-        return preclip.start({WEIGHTS: torch.zeros(num_words, 1)}, clipping_norm=run.clip, noise=level)
+    def optimizer(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+        if method.adam:
+            return torch.optim.AdamW(parameters, lr=run.rate, weight_decay=0.0)
+        return torch.optim.SGD(parameters, lr=run.rate, momentum=MOMENTUM)
 
-    keys = sampling_key, fresh.bytes(32)
-    gradients = PrivateGradients(task.train, weights_W1, plan, clip=run.clip, keys=keys, start=start)
-    if isinstance(preclip, OneQuery):
-        rng = None if method.scale == "true" else fresh
-        answer = opening_answer(preclip, task.train, weights_W1, run.clip, rng)
-        gradients.preconditioner.receive_opening(answer)
-    parameter = torch.from_numpy(weights_W1)  # the same memory
-    optimizer: torch.optim.Optimizer = torch.optim.SGD([parameter], momentum=MOMENTUM)
-    if method.adam:
-        optimizer = torch.optim.AdamW([parameter], weight_decay=0.0)
-    for rate in falling(task.num_steps):
-        parameter.grad = torch.from_numpy(gradients())
-        optimizer.param_groups[0]["lr"] = run.rate * rate
-        optimizer.step()
+    steps = private_run(
+        task.train, plan, run, lambda level: FromReleases(run.floor) if method.scale == "releases" else preclip,
+        optimizer, rates=falling(task.num_steps), is_exact=method.scale == "true",
+    )  # fmt: skip
+    ((_, weights_W1, _),) = deque(steps, maxlen=1)
     return {"tuning": task.tuning.accuracy(weights_W1), "test": task.test.accuracy(weights_W1)}
 
 
