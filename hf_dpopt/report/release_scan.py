@@ -126,9 +126,6 @@ def _walk(root: Path, unpublished: Sequence[str]) -> Iterator[tuple[Path, Findin
     """Yield what is below a folder, and what is wrong with it; no link is followed."""
     unread: list[OSError] = []
     for parent, folders, files in os.walk(root, onerror=unread.append):
-        for error in unread:
-            yield Path(error.filename), _unreadable("", error)
-        unread.clear()
         if Path(parent) == root:
             folders[:] = [name for name in folders if name not in unpublished]
         for name in sorted({*folders, *files}):

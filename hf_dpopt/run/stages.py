@@ -107,13 +107,9 @@ class Stages:
         Raises:
             DPConfigError: if the state of a stage is missing there, or belongs to another one.
         """
-        missing = []
-        if isinstance(self._optimizer, NoiseAwareOptimizer) and not (Path(folder) / OPTIMIZER_STATE).exists():
-            missing.append(OPTIMIZER_STATE)
         path = Path(folder) / RELEASED_STATE
-        if self._has_state and not path.exists():
-            missing.append(RELEASED_STATE)
-        if missing:
+        needed = {OPTIMIZER_STATE: isinstance(self._optimizer, NoiseAwareOptimizer), RELEASED_STATE: self._has_state}
+        if missing := [name for name, is_needed in needed.items() if is_needed and not (Path(folder) / name).exists()]:
             raise DPConfigError(
                 f"{folder} has no {' and no '.join(missing)}: what the preconditioner, the filters or the optimizer "
                 "learned from earlier steps is lost, and the run would go on as another one. Resume from a whole "
