@@ -190,7 +190,7 @@ class RunLog:
             self._append(*self._unknown(other, chain))
         for name, one in other.evaluations.items():
             if name not in self.state.evaluations:
-                self._charge_evaluation(name, one.noise_multiplier, one.adjacency, one.query)
+                self.charge_evaluation(one.noise_multiplier, one.adjacency, one.query, name)
 
     def _unknown(self, other: Ledger, chain: ChainRecord) -> Iterator[dict[str, Any]]:
         """Records of steps that only the other one knows; a key of this log whose use it forgot is destroyed."""
@@ -326,15 +326,14 @@ class RunLog:
         """Note that the release of a charged step is gone; the step stays charged and makes no update."""
         self._append({"kind": "lost", "chain_id": chain_id, "step": step})
 
-    def charge_evaluation(self, noise_multiplier: float, adjacency: str, query: Mapping[str, Any]) -> str:
-        """Charge a private evaluation, durably, before a record is looked at; return its id."""
-        name = secrets.token_hex(8)
-        self._charge_evaluation(name, noise_multiplier, adjacency, query)
-        return name
-
-    def _charge_evaluation(self, name: str, noise_multiplier: float, adjacency: str, query: Mapping[str, Any]) -> None:
+    def charge_evaluation(
+        self, noise_multiplier: float, adjacency: str, query: Mapping[str, Any], name: str | None = None
+    ) -> str:
+        """Charge a private evaluation, durably, before a record is looked at; return its id, a new one by default."""
+        name = name or secrets.token_hex(8)
         charged = {"noise_multiplier": noise_multiplier, "adjacency": adjacency, "query": dict(query)}
         self._append({"kind": "evaluation", "evaluation": name, **charged})
+        return name
 
     def note_answer(self, evaluation: str, metrics: Mapping[str, float]) -> None:
         """Note what was released for an evaluation."""
