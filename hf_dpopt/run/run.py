@@ -529,9 +529,7 @@ class PrivateRun:
         self._preclip = self._started(engine.parameters, public)
         return self._preclip
 
-    def _started(
-        self, parameters: Mapping[str, torch.nn.Parameter], public: PublicSource | None = None
-    ) -> Preconditioning:
+    def _started(self, parameters: Mapping[str, torch.Tensor], public: PublicSource | None = None) -> Preconditioning:
         norm = self.plan.config.clipping_norm
         return self.plan.preclip.start(parameters, clipping_norm=norm, noise=self.noise_level(), public=public)
 
