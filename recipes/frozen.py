@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
 from hf_dpopt import DPTrainingArguments
-from hf_dpopt.huggingface.features import compute_features
+from hf_dpopt.convex.features import compute_features
 from hf_dpopt.run.keys import private_folder
 
 

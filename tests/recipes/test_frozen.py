@@ -110,7 +110,7 @@ def test_a_run_is_resumed_on_the_same_features(
     )
     again = {row: encoded[row] for row in rows_of(model_dir, "train", "dev") if row in encoded}
     assert again == rows_of(model_dir, "dev"), "those of the training records were kept"
-    assert len(list((tmp_path / "keys").glob("work/*/features-*.npy"))) == 1
+    assert len(list((tmp_path / "keys").glob("work/*/features-*.pt"))) == 1
     assert not torch.equal(weights(Path("out"))["classifier.weight"], before), "it went on"
 
 

@@ -148,7 +148,7 @@ def test_a_head_is_trained_in_the_subspace_of_a_public_file(
     assert [record["kind"] for record in ledger] == ["header", "plan", "chain", "step"]
     plan = ledger[1]["plan"]
     assert (plan["num_examples"], plan["expected_batch_size"], plan["num_public_records"]) == (120, 120, 40)
-    assert len(list((files / "private").rglob("features-*.npy"))) == 1  # those of private records alone
+    assert len(list((files / "private").rglob("features-*.pt"))) == 1  # those of private records alone
     classify = pipeline("text-classification", model=str(files / "out"), device="cpu")
     found = [answer["label"] for answer in classify(TEXTS[:20])]
     assert sum(label == ("good" if i % 2 == 0 else "bad") for i, label in enumerate(found)) > 15

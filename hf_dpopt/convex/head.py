@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 
@@ -20,7 +19,7 @@ _FIX = (
 )
 
 
-def find_head(model: PreTrainedModel) -> str:
+def find_head(model: nn.Module) -> str:
     """The name of the linear layer whose outputs are the logits.
 
     Raises:
@@ -43,7 +42,7 @@ def find_head(model: PreTrainedModel) -> str:
 
 
 @contextlib.contextmanager
-def features_instead_of_logits(model: PreTrainedModel) -> Iterator[None]:
+def features_instead_of_logits(model: nn.Module) -> Iterator[None]:
     """Make the model's ``logits`` the inputs of its head, (B, H), pooled as the model pools, inside the context."""
     name = find_head(model)
     parent, _, child = name.rpartition(".")
@@ -57,7 +56,7 @@ def features_instead_of_logits(model: PreTrainedModel) -> Iterator[None]:
 
 
 @torch.no_grad()
-def attach_head(model: PreTrainedModel, weights: torch.Tensor, bias_feature: float) -> None:
+def attach_head(model: nn.Module, weights: torch.Tensor, bias_feature: float) -> None:
     """Make a trained head the model's own, so that it can be saved, pushed and used in a pipeline.
 
     Features beyond the feature norm were shortened in training and are not here: their logits are longer by the same
@@ -80,6 +79,6 @@ def attach_head(model: PreTrainedModel, weights: torch.Tensor, bias_feature: flo
         layer.bias.copy_(weights[:, -1] * bias_feature if has_bias else torch.zeros_like(layer.bias))
 
 
-def head_takes_bias(model: PreTrainedModel) -> bool:
+def head_takes_bias(model: nn.Module) -> bool:
     """Whether the model's last layer has a bias."""
     return model.get_submodule(find_head(model)).bias is not None
