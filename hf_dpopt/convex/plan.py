@@ -119,6 +119,12 @@ class HeadConfig:
         """The constant feature that stands for the bias; 0 without one."""
         return BIAS_SHARE * self.feature_norm if self.has_bias else 0.0
 
+    def delta(self, num_examples: int, recorded: Mapping[str, Any] | None) -> float:
+        """Delta of a run on so many records: the one that was asked for, or recorded, or the default."""
+        check_count("num_examples", num_examples)
+        known = None if recorded is None else recorded["delta"]
+        return resolve_delta(self.target_delta, num_examples, allow_large=self.allow_large_delta, recorded=known)
+
     def sgd(self, num_examples: int, noise_multiplier: float) -> ProjectedSGD:
         """The run as its accountant sees it."""
         return ProjectedSGD(
@@ -229,13 +235,7 @@ def make_head_plan(config: HeadConfig, *, num_examples: int, recorded: Mapping[s
         DPConfigError: for a step size that is no contraction, a batch larger than the data, batches that are too
             large too often, or a delta above 1/n.
     """
-    check_count("num_examples", num_examples)
-    delta = resolve_delta(
-        config.target_delta,
-        num_examples,
-        allow_large=config.allow_large_delta,
-        recorded=None if recorded is None else recorded["delta"],
-    )
+    delta = config.delta(num_examples, recorded)
     noise = config.noise_multiplier
     if noise is None:
         assert config.target_epsilon is not None

@@ -7,16 +7,13 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from dp_accounting import DpEvent, NonPrivateDpEvent, SelfComposedDpEvent
-
-from hf_dpopt.accounting import accountants
-from hf_dpopt.accounting.calibrate import calibrate_gaussian, calibrate_noise_multiplier
-from hf_dpopt.accounting.delta import resolve_delta
-from hf_dpopt.accounting.events import flatten, gaussian_precision, noise_stddev_over_clip
+from hf_dpopt.accounting.events import flatten
 from hf_dpopt.common.checks import check_count, check_positive
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.convex.last_iterate import ADJACENCY
 from hf_dpopt.convex.plan import HeadConfig
+from hf_dpopt.noise import IdentityStrategy
+from hf_dpopt.plan.release import Release
 from hf_dpopt.sampling import SAMPLERS
 from hf_dpopt.sampling.sampler import Sampler
 
@@ -101,15 +98,16 @@ class SubspaceHeadPlan:
         return self.noise_multiplier > 0
 
     @functools.cached_property
-    def sampler(self) -> Sampler:
-        return SAMPLERS["poisson"](num_examples=self.num_examples, expected_batch_size=self.config.expected_batch_size)
+    def release(self) -> Release:
+        """All T releases of one run together."""
+        sampler = SAMPLERS["poisson"](
+            num_examples=self.num_examples, expected_batch_size=self.config.expected_batch_size
+        )
+        return Release(sampler=sampler, strategy=IdentityStrategy(), steps=self.config.num_steps, adjacency=ADJACENCY)
 
     @property
-    def event(self) -> DpEvent:
-        """All T releases of one run together, as an event of dp_accounting."""
-        if not self.is_private:
-            return NonPrivateDpEvent()
-        return self.sampler.event(noise_stddev_over_clip(self.noise_multiplier, ADJACENCY), self.config.num_steps)
+    def sampler(self) -> Sampler:
+        return self.release.sampler
 
     @property
     def note(self) -> str:
@@ -120,10 +118,9 @@ class SubspaceHeadPlan:
     def accounting(self) -> str:
         return ACCOUNTING.format(num_steps=self.config.num_steps)
 
-    def epsilon(self, num_runs: int = 1, *, relative_error: float = accountants.FINE) -> float:
+    def epsilon(self, num_runs: int = 1) -> float:
         """Epsilon of all releases and iterates of `num_runs` runs on the same records; infinite without noise."""
-        event = SelfComposedDpEvent(self.event, num_runs)
-        return accountants.epsilon(event, self.delta, ADJACENCY, relative_error=relative_error).epsilon
+        return self.release.epsilon(self.noise_multiplier, self.delta, (self.config.num_steps,) * num_runs).epsilon
 
     def public_dict(self) -> dict[str, Any]:
         """Everything that may be published, JSON-able."""
@@ -169,29 +166,9 @@ def make_subspace_plan(
         Kairouz et al. (2021), arXiv:2008.06570. Balle and Wang (2018), arXiv:1805.06530 (exact epsilon of Gaussian
         mechanisms, and so of full batches).
     """
-    check_count("num_examples", num_examples)
-    delta = resolve_delta(
-        config.target_delta,
-        num_examples,
-        allow_large=config.allow_large_delta,
-        recorded=None if recorded is None else recorded["delta"],
-    )
-    unit = SubspaceHeadPlan(config, num_examples, 1.0, delta)
-    composition = flatten(unit.event)  # refuses batches larger than the data, also where the noise is given
-    noise = config.noise_multiplier
-    if noise is None:
-        noise = _calibrated_noise(unit, gaussian_precision(composition))
-    return dataclasses.replace(unit, noise_multiplier=noise)
-
-
-def _calibrated_noise(unit: SubspaceHeadPlan, precision: float | None) -> float:
-    """Noise multiplier that spends the target: in closed form where the releases are one Gaussian mechanism."""
-    target = unit.config.target_epsilon
-    assert target is not None
-
-    def epsilon_at(noise_multiplier: float, relative_error: float) -> float:
-        return dataclasses.replace(unit, noise_multiplier=noise_multiplier).epsilon(relative_error=relative_error)
-
-    if precision is None:
-        return calibrate_noise_multiplier(epsilon_at, target)
-    return calibrate_gaussian(epsilon_at, target, unit.delta, precision, ADJACENCY)
+    delta = config.delta(num_examples, recorded)
+    plan = SubspaceHeadPlan(config, num_examples, config.noise_multiplier or 0.0, delta)
+    flatten(plan.release.event(1.0))  # refuses batches larger than the data, also where the noise is given
+    if config.target_epsilon is None:
+        return plan
+    return dataclasses.replace(plan, noise_multiplier=plan.release.calibrate(config.target_epsilon, delta)[0])
