@@ -5,7 +5,8 @@
 writes ``stackoverflow.sqlite`` with the splits train and heldout, ``stackoverflow.word_count`` and
 ``stackoverflow.tag_count``. Like the real split it has 397 rows per user on average and a power law of at least 25 %
 of that (Pareto, exponent 1.337), a Zipf law of words and tags, and words outside the vocabulary. A word often follows
-its predecessor, and posts hold words of their tags, so that both tasks can be learned. Nobody wrote any of it.
+its predecessor, sentences end in a full stop, and posts hold words of their tags, so that both tasks can be learned.
+Nobody wrote any of it.
 """
 
 from __future__ import annotations

@@ -543,6 +543,23 @@ def test_tags(files, capsys):
     assert results["eval_recall_at_5"] == 1.0  # of two tags
 
 
+@pytest.mark.parametrize(("task", "metric"), [("next_word", "eval_accuracy"), ("tags", "eval_recall_at_5")])
+def test_the_embedded_job_has_a_synthetic_split(files, capsys, monkeypatch, task, metric):
+    monkeypatch.setattr(stackoverflow, "EMBEDDED_SIZE", {"num_users": 90, "rows_per_user": 12})
+    flags = {"task": task, "max_steps": "1", "output_dir": "runs/out", "report_to": "none", "disable_tqdm": "true"}
+    assert stackoverflow.run([*words(flags), "--use_cpu", "true"]) == 0, capsys.readouterr().err
+    assert "by 90 users" in capsys.readouterr().out
+    assert metric in json.loads((files / "runs" / "out" / "all_results.json").read_text())
+    folder = files / "runs" / "synthetic-stackoverflow"
+    source = open_source(folder / "stackoverflow.sqlite", "train", folder)
+    rows = list(source.rows())
+    sizes = np.unique([row["user"] for row in rows], return_counts=True)[1]
+    assert len(rows) == source.count() and len(sizes) == 90 and sizes.min() >= 3 and 6 < sizes.mean() < 60
+    vocabulary = Vocabulary.read(folder / "stackoverflow.word_count", 10_000)
+    ids = [i for row in rows for i in vocabulary.ids(row["tokens"].split(" "))]
+    assert 0.01 < np.mean(np.array(ids) == UNKNOWN) < 0.1
+
+
 def test_users_in_both_sets_are_told_of(files, caplog, capsys):
     assert stackoverflow.run(arguments(validation_file="train.jsonl.gz")) == 0, capsys.readouterr().err
     assert "Some users are in the training and in the validation set" in caplog.text
