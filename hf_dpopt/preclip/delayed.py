@@ -69,6 +69,10 @@ class DelayedPreconditioner(DividingByMoment):
     unbiased: bool = False
     variant: str = "dp2"
     name: ClassVar[str] = "dp2"
+    listed: ClassVar[tuple[str, ...]] = (
+        "delay", "adaptive_steps", "second_moment", "eps", "beta", "clipping_norm", "learning_rate_ratio", "unbiased",
+        "factored", "variant",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_count("delay", self.delay, "the steps of an SGD phase, an integer >= 1")

@@ -179,6 +179,7 @@ class Preclip(abc.ABC):
     is_scaling: ClassVar[bool] = True  # records reach the clip in other coordinates than their own
     needs_start: ClassVar[bool] = True  # it learns from the model, so a run has to be told to start it
     at_work: ClassVar[type[Preconditioning]]
+    listed: ClassVar[tuple[str, ...]] = ()  # order in which a statement lists the options; () has its own ones first
 
     @abc.abstractmethod
     def sensitivity_ratio(self, noise_stddev: float, expected_batch_size: int) -> float:
@@ -259,9 +260,11 @@ class Preclip(abc.ABC):
 
 
 def option_names(cls: Any) -> list[str]:
-    """Names of the options of a preconditioner, its own before those of its bases."""
+    """Names of the options of a preconditioner, in the order in which they are listed."""
     names = [field.name for field in dataclasses.fields(cls)]
-    return sorted(names, key=lambda name: name not in cls.__annotations__)
+    listed = cls.listed or sorted(names, key=lambda name: name not in cls.__annotations__)
+    assert sorted(listed) == sorted(names), f"{cls.__name__}.listed leaves options out of ledgers"
+    return list(listed)
 
 
 @dataclasses.dataclass(frozen=True)

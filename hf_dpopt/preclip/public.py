@@ -35,6 +35,9 @@ class PublicPreconditioner(DividingByMoment):
     refresh_every: int = 1
     eps: float = 1e-5
     name: ClassVar[str] = "adadps"
+    listed: ClassVar[tuple[str, ...]] = (
+        "refresh_every", "second_moment", "eps", "beta", "clipping_norm", "learning_rate_ratio", "factored",
+    )  # fmt: skip
     needs_public_records: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
