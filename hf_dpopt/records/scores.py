@@ -10,8 +10,6 @@ import math
 
 import torch
 
-IGNORED = -100
-
 
 @dataclasses.dataclass(frozen=True)
 class Scores:

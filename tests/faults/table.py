@@ -56,8 +56,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the rows of a collator are not compared with its records",
         "hf_dpopt/records/collation.py",
-        "        if num_records(batch) != 1:\n",
-        "        if False:\n",
+        "    if num_records(batch) != num:\n",
+        "    if False:\n",
         (f"{SECOND}::test_a_collator_that_makes_two_rows_of_a_record",),
     ),
     Fault(
