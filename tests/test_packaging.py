@@ -34,7 +34,6 @@ BROUGHT_ALONG = {
     "huggingface-hub": "transformers",
     "tokenizers": "transformers",
     "safetensors": "transformers",
-    "pyarrow": "datasets",  # imported only to look into one of its datasets
     "triton": "torch",  # of builds for CUDA; imported only there
 }
 # torch for CUDA demands one version of it; a pin here would contradict another one.
