@@ -20,7 +20,6 @@ from hf_dpopt.common.adjacency import Adjacency
 from hf_dpopt.convex import HeadTrainingArguments
 from hf_dpopt.noise import MECHANISMS
 from hf_dpopt.plan import options
-from hf_dpopt.postprocess.buffers import STORAGE
 from hf_dpopt.postprocess.mirror_descent import SCHEDULES
 from hf_dpopt.sampling import SAMPLERS
 from tests import arguments_table
@@ -110,10 +109,6 @@ def test_flags_of_the_command_line_take_the_words_of_the_option(command, flag):
 def test_listed_choices_are_those_of_the_registry(name, registered):
     """The module of the options imports no registry, so that help is printed at once."""
     assert list(options.OPTIONS[name].metadata["choices"]) == registered
-
-
-def test_listed_storages_are_those_of_the_registry():
-    assert {None, *options.FILTER_DTYPES} == set(STORAGE)
 
 
 def test_a_name_that_was_registered_later_is_accepted(monkeypatch):

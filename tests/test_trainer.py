@@ -90,8 +90,9 @@ def test_what_clipping_does_and_what_it_has_no_rule_for_is_logged(tmp_path, capl
         if replaced:
             model.classifier = _Doubled(model.config.hidden_size, model.config.num_labels)
         caplog.clear()
-        with caplog.at_level(logging.INFO, logger="hf_dpopt"):
-            tiny.trainer(tmp_path / name, model=model, max_steps=1, explain_clipping=explain).train()
+        with caplog.at_level(logging.DEBUG if explain else logging.INFO, logger="hf_dpopt"):
+            level = {"log_level": "debug"} if explain else {}
+            tiny.trainer(tmp_path / name, model=model, max_steps=1, **level).train()
         assert ("Gram matrices below" in caplog.text) == explain
         warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
         found = [text for text in warned if "No clipping rule" in text]

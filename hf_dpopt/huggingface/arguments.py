@@ -74,7 +74,6 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
         *TrainingArguments._VALID_DICT_FIELDS,
         "noise_kwargs",
         "preconditioner_kwargs",
-        "filter_kwargs",
         "private_metrics_kwargs",
         "local_training",
     ]

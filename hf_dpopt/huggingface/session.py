@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -231,8 +232,8 @@ class TrainingSession:
             logger.warning(self._planned.users.describe_unprivatized())
         self.stages.announce()
         logger.debug(f"Clipping engine: {self.stages.engine.name}, {self._engine_reason}.")
-        if args.explain_clipping:
-            logger.info(explain(self.engine))
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(explain(self.engine))
         if slow := unruled(self.engine):
             logger.warning(
                 f"No clipping rule knows these layers: {', '.join(slow)}. Their gradients are exact, taken record by "

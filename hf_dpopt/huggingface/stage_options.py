@@ -73,5 +73,4 @@ def low_pass_of(args: Any) -> LowPassFilter | AdaptiveFIR | None:
     """The filter that is asked for, with a noise level that says nothing: stages tell it that of the run."""
     if args.filter is None:
         return None
-    dtype = torch.bfloat16 if (args.filter_kwargs or {}).get("dtype") == "bfloat16" else None
-    return LowPassFilter.parse(args.filter, noise=IndependentNoise(), dtype=dtype)
+    return LowPassFilter.parse(args.filter, noise=IndependentNoise())

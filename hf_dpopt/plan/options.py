@@ -28,7 +28,6 @@ PrivacyUnit = Literal["example", "user", "block"]
 UserWeighting = Literal["constant", "mean"]
 AMPLIFICATION_SAMPLES = 4_000_000  # by default
 RECORDS_PER_USER = 16  # by default
-FILTER_DTYPES = ("float32", "bfloat16")
 
 
 class Help(str):
@@ -289,9 +288,6 @@ class AfterNoiseOptions:
         "adaptive:TAPS[:EVERY].",
         unset="none",
     )
-    filter_kwargs: dict[str, Any] | str | None = option(
-        None, 'Its options, JSON: \'{"dtype": "bfloat16"}\' halves its memory.', unset="float32 buffers"
-    )
     public_batch_size: int = option(32, "Records of public_dataset in one public gradient.")
     public_mirror_descent: str | None = option(
         None,
@@ -339,7 +335,6 @@ class EngineOptions:
         "gradient checkpointing. auto logs its choice.",
         choices=("auto", "book_keeping", "two_pass"),
     )
-    explain_clipping: bool = option(False, "Log how each parameter's norms are computed, and why.")
     skip_self_check: bool = option(
         False, "Skip the comparison with a loop over records at start-up; the statement reports it."
     )

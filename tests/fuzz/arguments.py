@@ -128,11 +128,7 @@ def stages_case() -> st.SearchStrategy[Case]:
     before = st.builds(
         lambda n, o: {"preconditioner": n, "preconditioner_kwargs": o}, st.sampled_from(tuple(PRECLIPS)), kwargs
     )
-    after = st.builds(
-        lambda f, o: {"filter": f, "filter_kwargs": o},
-        st.sampled_from(FILTERS),
-        st.sampled_from((None, None, {}, {"dtype": "bfloat16"}, {"dtype": 5}, {"x": 1}, *BAD_JSON)),
-    )
+    after = st.builds(lambda f: {"filter": f}, st.sampled_from(FILTERS))
     words = [f"{key}={value}" for key in ("rank", "refresh_every", "alpha", "scale", "variance_floor", "eps", "form", "lr_decay")
              for value in ("0", "-1", "nan", "inf", "1e300", "x", "", "3", "1000000000", "0.5")]  # fmt: skip
     optim = st.builds(

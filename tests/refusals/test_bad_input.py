@@ -30,7 +30,7 @@ ARGUMENTS = {  # what was given -> what is said
     "bad JSON": ({"noise_kwargs": '{"num_buffers": '}, "noise_kwargs=.* is not JSON [(]Expecting value"),
     "deep JSON": ({"preconditioner_kwargs": '{"a": ' * 2000}, "is not JSON [(]too many brackets"),
     "bad JSON of transformers": ({"lr_scheduler_kwargs": "{'a': 1}"}, "lr_scheduler_kwargs=.* is not JSON"),
-    "JSON of a number": ({"filter_kwargs": "1"}, "filter_kwargs='1' is no mapping"),
+    "JSON of a number": ({"preconditioner_kwargs": "1"}, "preconditioner_kwargs='1' is no mapping"),
     "99 buffers": ({"noise_mechanism": "blt", "noise_kwargs": {"num_buffers": 99}}, "num_buffers=99 is more than 16"),
     "1e9 epochs": ({"max_steps": -1, "num_train_epochs": 1e9}, "1e[+]09 epochs of 4 steps are more than 10,000,000"),
     "1e9 steps": ({"max_steps": 10**9}, "num_steps=1000000000 is more than 10,000,000"),

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from hf_dpopt.common.checks import check_choice, check_count, check_mapping, check_positive
+from hf_dpopt.common.checks import check_count, check_mapping, check_positive
 from hf_dpopt.common.errors import shown
 from hf_dpopt.common.refusal import Refusal, refuses
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.stage_options import low_pass_of, optimizer_of
 from hf_dpopt.optim import OPTIMIZERS, NoiseAwareOptimizer
-from hf_dpopt.plan.options import FILTER_DTYPES
 from hf_dpopt.postprocess import Filter, Postprocess
 from hf_dpopt.preclip import Preclip, make_preclip
 from hf_dpopt.records.overlap import TrainingRows
@@ -27,11 +26,8 @@ def check_stages(inputs: TrainerInputs, training: TrainingRows) -> Iterator[Refu
     args = inputs.args
     check_count("public_batch_size", args.public_batch_size)
     check_positive(ball_radius=args.ball_radius)
-    filter_options = check_mapping("filter_kwargs", args.filter_kwargs or {}, '{"dtype": "bfloat16"}')
-    if "dtype" in filter_options:
-        check_choice("filter_kwargs dtype", filter_options["dtype"], FILTER_DTYPES)
     options = check_mapping("preconditioner_kwargs", args.preconditioner_kwargs or {}, '{"clipping_norm": 5}')
-    yield from _on_kinds(inputs, sorted(filter_options.keys() - {"dtype"}))
+    yield from _on_kinds(inputs)
     low_pass, optimizer = low_pass_of(args), _optimizer(inputs)
     yield from _on_what_is_given_twice(inputs, optimizer)
     preclip = inputs.preclip or make_preclip(args.preconditioner, options)
@@ -54,9 +50,8 @@ def _optimizer(inputs: TrainerInputs) -> Any:
     return given if ours is None else ours[0](one, **{**ours[1], "weight_decay": args.weight_decay})
 
 
-def _on_kinds(inputs: TrainerInputs, unknown: Sequence[str]) -> Iterator[Refusal]:
+def _on_kinds(inputs: TrainerInputs) -> Iterator[Refusal]:
     args = inputs.args
-    yield bool(unknown), f"`filter_kwargs` has {', '.join(unknown)}, which no filter knows. It takes: dtype."
     yield (
         args.filter is not None and not isinstance(args.filter, str),
         f"filter={args.filter!r} is no text. Use 'second_order' or 'butterworth:2:0.1', say; an object goes to the "
