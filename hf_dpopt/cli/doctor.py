@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ from hf_dpopt.accounting import accountants
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.locks import is_held
 from hf_dpopt.plan.record import earlier_runs_of
-from hf_dpopt.run.checkpoint import NEEDED, Checkpoint, checkpoints, examine, leftovers
+from hf_dpopt.run.checkpoint import NEEDED, checkpoints, examine, leftovers
 from hf_dpopt.run.keys import RUNS, private_dir
 from hf_dpopt.run.ledger import LEDGER
 from hf_dpopt.run.log import Found, find_run
@@ -26,23 +26,8 @@ HEAD = "convex_head"  # kind of a plan, as `hf_dpopt.convex` writes it
 RELATIVE_ERROR = 0.01  # of an epsilon that is shown here; on the safe side
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A line on one thing in the folder.
-
-    Attributes:
-        name: what the line is about.
-        text: what it is, or what is wrong with it.
-        is_wrong: whether something has to be done about it.
-    """
-
-    name: str
-    text: str
-    is_wrong: bool = False
-
-
-class Examination:
-    """A folder, the ledger in it, and the private folder that belongs to it, as far as they can be read.
+class Health:
+    """A folder, the ledger in it and the private folder that belongs to it, as far as they can be read.
 
     Args:
         output_dir: folder of the run.
@@ -55,40 +40,35 @@ class Examination:
     def __init__(self, output_dir: Path, private_state_dir: Path | None = None):
         if not output_dir.is_dir():
             raise DPConfigError(f"{output_dir} is not a folder. Give the output_dir of a run.")
-        self.output_dir = output_dir
-        self.problems: list[Entry] = []
-        directory = self._read("keys", lambda: private_dir(private_state_dir, output_dir, is_read=True))
-        found = None if directory is None else self._read("ledger", lambda: find_run(output_dir, directory))
-        self.private_dir, self.found = directory, found or Found(None, None, None)
+        self.output_dir, self.lock = output_dir, Path(f"{output_dir / LEDGER}.lock")
+        self.is_well, self._told = True, dict[str, str]()  # what could not be read -> of what
+        self.private_dir = self._tried("keys", lambda: private_dir(private_state_dir, output_dir, is_read=True))
+        directory = self.private_dir
+        found = None if directory is None else self._tried("ledger", lambda: find_run(output_dir, directory))
+        self.found = found or Found(None, None, None)
         self.ledger = self.found.known
         self.checkpoints = [examine(path, self.ledger, needed=NEEDED) for path in checkpoints(output_dir)]
+        # one charge for all steps, and no checkpoints
+        self.is_head = self.ledger is not None and (self.ledger.plan or {}).get("kind") == HEAD
+        for part in (self._run, self._cost, self._keys, self._lock, self._checkpoints, self._left, self._resume):
+            self._tried(part.__name__.lstrip("_"), part)  # one thing that cannot be read hides no other
 
-    def _read(self, name: str, read: Callable[[], T]) -> T | None:
-        """Return what can be read, or None and an entry that says why not."""
+    def _tried(self, name: str, read: Callable[[], T]) -> T | None:
+        """Return what can be read, or None and a line that says why not."""
         try:
             return read()
         except (DPConfigError, OSError) as error:
-            self.problems.append(Entry(name, str(error), is_wrong=True))
+            if str(error) not in self._told:
+                self._told[str(error)] = name
+                self._say(name, str(error), is_wrong=True)
             return None
 
-    # --- what can be said ---
+    def _say(self, name: str, text: str, is_wrong: bool = False) -> None:
+        """Print a line on one thing in the folder; `is_wrong` if something has to be done about it."""
+        typer.echo(f"{name:<13} {'!' if is_wrong else ' '} {' '.join(text.split())}")
+        self.is_well &= not is_wrong
 
-    @property
-    def lock(self) -> Path:
-        """Lock of the ledger."""
-        return Path(f"{self.output_dir / LEDGER}.lock")
-
-    @property
-    def is_head(self) -> bool:
-        """Whether the run is that of a convex head: one charge for all steps, and no checkpoints."""
-        return self.ledger is not None and (self.ledger.plan or {}).get("kind") == HEAD
-
-    @property
-    def last_whole(self) -> Checkpoint | None:
-        """The checkpoint that a run would go on from."""
-        return next((one for one in self.checkpoints if one.is_whole), None)
-
-    def epsilon(self, charged: tuple[int, ...]) -> float | None:
+    def _epsilon(self, charged: tuple[int, ...]) -> float | None:
         """Epsilon of so many steps of each chain, with earlier runs; None where the ledger does not say enough."""
         assert self.ledger is not None and self.ledger.plan is not None
         plan = self.ledger.plan
@@ -102,156 +82,128 @@ class Examination:
             *before, this = earlier_runs_of(plan, charged, self.ledger.digest(), where=str(self.output_dir))
             release = dataclasses.replace(this.release, earlier=tuple(before))
             event = release.event_of_draws(this.draw_stddev, this.charged)
-            spent = accountants.epsilon(event, plan["delta"], plan["adjacency"], relative_error=RELATIVE_ERROR)
-            return spent.epsilon
+            return accountants.epsilon(event, plan["delta"], plan["adjacency"], relative_error=RELATIVE_ERROR).epsilon
         except DPConfigError:
             return None
 
+    def _run(self) -> None:
+        if self.ledger is None:
+            if "ledger" not in self._told.values():
+                self._say("ledger", f"there is none at {self.output_dir / LEDGER}: what was spent is unknown", True)
+            return
+        plan = self.ledger.plan
+        if plan is None:
+            self._say("run", "was begun, and stopped before its plan was written")
+            return
+        sampling, noise = plan.get("sampler", {}).get("name", "?"), plan.get("noise_mechanism", "a convex head's")
+        self._say("run", f"{plan.get('num_steps', '?')} steps planned; sampling {sampling}, noise {noise}")
+        if self.found.ledger is None:
+            self._say("ledger", f"{self.output_dir / LEDGER} is gone; the next run writes it from its log", True)
+        else:
+            self._say("ledger", f"whole; last record {self.found.ledger.digest()}")
 
-def entries(found: Examination) -> Iterator[Entry]:
-    """Everything there is to say, line by line."""
-    yield from found.problems
-    told = {problem.text for problem in found.problems}
-    for say in SAID:
+    def _cost(self) -> None:
+        ledger = self.ledger
+        if ledger is None or ledger.plan is None:
+            return
+        charged, plan = ledger.charged, ledger.plan
+        spent = self._epsilon(charged) if sum(charged) else 0.0
+        known = "epsilon not known from this ledger" if spent is None else f"epsilon {spent:.4g}"
+        planned = "no plan recorded"
+        if "epsilon" in plan:  # a head's is None without noise
+            planned = f"{math.inf if plan['epsilon'] is None else float(plan['epsilon']):.4g} planned"
+        target = f", target {plan['target_epsilon']:g}" if plan.get("target_epsilon") else ""
+        at = f" at delta {plan['delta']:g} ({plan['adjacency']})" if "delta" in plan else ""
+        steps = f"{sum(charged)} steps charged in {len(charged)} chain{'s' * (len(charged) != 1)}"
+        if self.is_head:
+            steps = f"all {plan.get('num_steps', '?')} steps charged at once" if sum(charged) else "nothing charged"
+        self._say("cost", f"{steps}: {known}{at}; {planned}{target}")
+        if self.found.ledger is not None and (behind := self.found.num_unknown):
+            self._say("cost", f"{behind} of them are not in the ledger: it was put back. The next run adds them", True)
+        for one in ledger.evaluations.values():
+            if one.metrics is None:
+                self._say("cost", "a private evaluation was charged and not answered: it is lost, and counts")
+
+    def _keys(self) -> None:
+        if self.ledger is None or self.private_dir is None:
+            return
+        keys = self.found.keys
+        if keys is None:
+            self._say("keys", f"no log of run {self.ledger.run} in {self.private_dir / RUNS} (--private-state-dir)")
+            return
+        chains = [chain for chain in self.ledger.chains if not chain.unsafe]
+        here = sum(keys.load(chain.chain_id, chain.key_id) is not None for chain in chains)
+        self._say("keys", f"{keys.folder}: {here} of {len(chains)} kept, beside the log of the run")
+
+    def _lock(self) -> None:
+        if self.lock.is_symlink() or (self.lock.exists() and not self.lock.is_file()):
+            self._say("lock", f"{self.lock} is a link or no file; a run refuses it", True)
+        elif is_held(self.lock):
+            owner = self.lock.read_text(errors="replace")[:32].strip() or "unknown"
+            self._say("lock", f"in use by process {owner}: the run is going on")
+        else:
+            self._say("lock", "free")
+
+    def _checkpoints(self) -> None:
+        for one in self.checkpoints:
+            if one.is_whole:
+                self._say(one.folder.name, "whole: all files are those that were saved")
+            else:
+                self._say(one.folder.name, f"not to resume from: {'; '.join(one.reasons)}. Move it away", True)
+        if not self.checkpoints and not self.is_head:
+            self._say("checkpoints", "none")
+
+    def _left(self) -> None:
+        if self.ledger is not None and not is_held(self.lock):
+            for path in leftovers(self.output_dir):
+                self._say("left", f"{path} of a run that was killed; the next run settles it", True)
+
+    def _resume(self) -> None:
+        """Say from where the run can go on, and what it will have cost in the end."""
+        ledger = self.ledger
+        if ledger is None or ledger.plan is None or "num_steps" not in ledger.plan:
+            return
+        if self.is_head:  # it costs nothing more
+            key = ledger.last_chain
+            if key is None:
+                self._say("resume", "nothing was trained yet")
+            elif self.found.keys is None or self.found.keys.load(key.chain_id, key.key_id) is None:
+                self._say("resume", "not possible: the run has ended, or its key is gone")
+            else:
+                self._say("resume", "with the same command, under its key; nothing more is charged")
+            return
+        plan, planned, target = ledger.plan, int(ledger.plan["num_steps"]), ledger.plan.get("target_epsilon")
+        last = next((one for one in self.checkpoints if one.is_whole), None)
+        if last is not None and last.step >= planned:
+            self._say("resume", f"finished: {last.folder.name} is that of the last step")
+            return
         try:
-            yield from say(found)
-        except (DPConfigError, OSError) as error:  # one thing that cannot be read hides no other
-            if str(error) not in told:
-                told.add(str(error))
-                yield Entry(say.__name__.lstrip("_"), str(error), is_wrong=True)
-
-
-def _run(found: Examination) -> Iterator[Entry]:
-    if found.ledger is None:
-        if not any(problem.name == "ledger" for problem in found.problems):
-            yield Entry("ledger", f"there is none at {found.output_dir / LEDGER}: what was spent is unknown", True)
-        return
-    plan = found.ledger.plan
-    if plan is None:
-        yield Entry("run", "was begun, and stopped before its plan was written")
-        return
-    sampling, noise = plan.get("sampler", {}).get("name", "?"), plan.get("noise_mechanism", "a convex head's")
-    yield Entry("run", f"{plan.get('num_steps', '?')} steps planned; sampling {sampling}, noise {noise}")
-    if found.found.ledger is None:
-        yield Entry("ledger", f"{found.output_dir / LEDGER} is gone; the next run writes it from its log", True)
-    else:
-        yield Entry("ledger", f"whole; last record {found.found.ledger.digest()}")
-
-
-def _cost(found: Examination) -> Iterator[Entry]:
-    ledger = found.ledger
-    if ledger is None or ledger.plan is None:
-        return
-    charged, plan = ledger.charged, ledger.plan
-    spent = found.epsilon(charged) if sum(charged) else 0.0
-    known = "epsilon not known from this ledger" if spent is None else f"epsilon {spent:.4g}"
-    planned = "no plan recorded"
-    if "epsilon" in plan:  # a head's is None without noise
-        planned = f"{math.inf if plan['epsilon'] is None else float(plan['epsilon']):.4g} planned"
-    target = f", target {plan['target_epsilon']:g}" if plan.get("target_epsilon") else ""
-    at = f" at delta {plan['delta']:g} ({plan['adjacency']})" if "delta" in plan else ""
-    steps = f"{sum(charged)} steps charged in {len(charged)} chain{'s' * (len(charged) != 1)}"
-    if found.is_head:
-        steps = f"all {plan.get('num_steps', '?')} steps charged at once" if sum(charged) else "nothing charged"
-    yield Entry("cost", f"{steps}: {known}{at}; {planned}{target}")
-    if found.found.ledger is not None and (behind := found.found.num_unknown):
-        yield Entry("cost", f"{behind} of them are not in the ledger: it was put back. The next run adds them", True)
-    for one in ledger.evaluations.values():
-        if one.metrics is None:
-            yield Entry("cost", "a private evaluation was charged and not answered: it is lost, and counts")
-
-
-def _keys(found: Examination) -> Iterator[Entry]:
-    if found.ledger is None or found.private_dir is None:
-        return
-    keys = found.found.keys
-    if keys is None:
-        yield Entry("keys", f"no log of run {found.ledger.run} in {found.private_dir / RUNS} (--private-state-dir)")
-        return
-    chains = [chain for chain in found.ledger.chains if not chain.unsafe]
-    here = sum(keys.load(chain.chain_id, chain.key_id) is not None for chain in chains)
-    yield Entry("keys", f"{keys.folder}: {here} of {len(chains)} kept, beside the log of the run")
-
-
-def _lock(found: Examination) -> Iterator[Entry]:
-    if found.lock.is_symlink() or (found.lock.exists() and not found.lock.is_file()):
-        yield Entry("lock", f"{found.lock} is a link or no file; a run refuses it", True)
-    elif is_held(found.lock):
-        owner = found.lock.read_text(errors="replace")[:32].strip() or "unknown"
-        yield Entry("lock", f"in use by process {owner}: the run is going on")
-    else:
-        yield Entry("lock", "free")
-
-
-def _checkpoints(found: Examination) -> Iterator[Entry]:
-    for one in found.checkpoints:
-        if not one.is_whole:
-            yield Entry(one.folder.name, f"not to resume from: {'; '.join(one.reasons)}. Move it away", True)
-        else:
-            yield Entry(one.folder.name, "whole: all files are those that were saved")
-    if not found.checkpoints and not found.is_head:
-        yield Entry("checkpoints", "none")
-
-
-def _left(found: Examination) -> Iterator[Entry]:
-    if found.ledger is not None and not is_held(found.lock):
-        for path in leftovers(found.output_dir):
-            yield Entry("left", f"{path} of a run that was killed; the next run settles it", True)
-
-
-def _resume(found: Examination) -> Iterator[Entry]:
-    """Say from where the run can go on, and what it will have cost in the end."""
-    ledger, last = found.ledger, found.last_whole
-    if ledger is None or ledger.plan is None or "num_steps" not in ledger.plan:
-        return
-    if found.is_head:  # it costs nothing more, and has no checkpoints
-        key = ledger.last_chain
-        if key is None:
-            yield Entry("resume", "nothing was trained yet")
-        elif found.found.keys is None or found.found.keys.load(key.chain_id, key.key_id) is None:
-            yield Entry("resume", "not possible: the run has ended, or its key is gone")
-        else:
-            yield Entry("resume", "with the same command, under its key; nothing more is charged")
-        return
-    plan, planned, target = ledger.plan, int(ledger.plan["num_steps"]), ledger.plan.get("target_epsilon")
-    if last is not None and last.step >= planned:
-        yield Entry("resume", f"finished: {last.folder.name} is that of the last step")
-        return
-    reached = max((chain.reached for chain in ledger.chains), default=0)
-    try:
-        resume = decide(
-            ledger, found.found.keys, found.output_dir, step=0 if last is None else last.step,
-            manifest=None if last is None else last.manifest, is_private=plan.get("is_private", True),
-        )  # fmt: skip
-    except DPConfigError:
-        if last is not None or reached < planned:
-            raise
-        yield Entry("resume", "finished: all steps are charged, and no checkpoint was kept; load the saved model")
-        return
-    start = "from the start" if last is None else f"from {last.folder.name}"
-    if (taken := resume.recovery) is not None:
-        lost = "" if not taken.lost else f"; {len(taken.lost)} of them charged without a release, and lost"
-        yield Entry("journal", f"steps {taken.first} to {taken.last}, which a resume takes again for nothing{lost}")
-        start += " and the journal"
-    cost = found.epsilon(resume.in_the_end(planned))
-    again = sum(ledger.charged) - resume.reached
-    how = "under its key" if resume.chain is not None else "with a fresh key"
-    if again > 0 and resume.chain is None:
-        how += f" ({again} steps are paid for a second time)"
-    end = "unknown" if cost is None else f"{cost:.4g}"
-    is_over = cost is not None and target is not None and cost > target * (1 + RELATIVE_ERROR)
-    over = f", above the target {target:g}: raise --target_epsilon or take fewer steps" if is_over else ""
-    left = planned - resume.reached
-    yield Entry("resume", f"{start}, {how}; {left} steps are left, epsilon {end} in the end{over}", is_over)
-    yield Entry(
-        "command", "that of the run with --resume_from_checkpoint True (trainer.train(resume_from_checkpoint=True))"
-    )
-
-
-# One function for each part of a run; what another part has to say is one more.
-SAID: tuple[Callable[[Examination], Iterator[Entry]], ...] = (
-    _run, _cost, _keys, _lock, _checkpoints, _left, _resume,
-)  # fmt: skip
+            resume = decide(
+                ledger, self.found.keys, self.output_dir, step=0 if last is None else last.step,
+                manifest=None if last is None else last.manifest, is_private=plan.get("is_private", True),
+            )  # fmt: skip
+        except DPConfigError:
+            if last is not None or max((chain.reached for chain in ledger.chains), default=0) < planned:
+                raise
+            self._say("resume", "finished: all steps are charged, and no checkpoint was kept; load the saved model")
+            return
+        start = "from the start" if last is None else f"from {last.folder.name}"
+        if (taken := resume.recovery) is not None:
+            lost = "" if not taken.lost else f"; {len(taken.lost)} of them charged without a release, and lost"
+            again = f"steps {taken.first} to {taken.last}, which a resume takes again for nothing{lost}"
+            self._say("journal", again)
+            start += " and the journal"
+        how, paid = "under its key", sum(ledger.charged) - resume.reached
+        if resume.chain is None:
+            how = "with a fresh key" + (f" ({paid} steps are paid for a second time)" if paid > 0 else "")
+        cost = self._epsilon(resume.in_the_end(planned))
+        end = "unknown" if cost is None else f"{cost:.4g}"
+        is_over = cost is not None and target is not None and cost > target * (1 + RELATIVE_ERROR)
+        over = f", above the target {target:g}: raise --target_epsilon or take fewer steps" if is_over else ""
+        left = planned - resume.reached
+        self._say("resume", f"{start}, {how}; {left} steps are left, epsilon {end} in the end{over}", is_over)
+        command = "--resume_from_checkpoint True (trainer.train(resume_from_checkpoint=True))"
+        self._say("command", f"that of the run with {command}")
 
 
 def show_health(output_dir: Path, private_state_dir: Path | None) -> bool:
@@ -264,8 +216,4 @@ def show_health(output_dir: Path, private_state_dir: Path | None) -> bool:
     Raises:
         DPConfigError: if there is no such folder.
     """
-    is_well = True
-    for entry in entries(Examination(output_dir, private_state_dir)):
-        typer.echo(f"{entry.name:<13} {'!' if entry.is_wrong else ' '} {' '.join(entry.text.split())}")
-        is_well &= not entry.is_wrong
-    return is_well
+    return Health(output_dir, private_state_dir).is_well
