@@ -72,7 +72,7 @@ def test_rows_keep_the_budget_and_the_first_one_is_taken():
     plan = make_plan(config(noise_mechanism="auto"), num_examples=400, num_steps=N)
     compared = dataclasses.replace(plan.config, amplification_samples=0)  # rows are compared by computed bounds
     assert compared == rows[0].plan.config and plan.strategy == rows[0].plan.strategy
-    assert [row.label for row in plan.compared] == [row.label for row in rows]
+    assert [row.plan.config for row in plan.compared] == [row.plan.config for row in rows]
 
 
 def test_an_adaptive_optimizer_counts_the_noise_of_single_steps():
@@ -85,7 +85,7 @@ def test_an_adaptive_optimizer_counts_the_noise_of_single_steps():
             for step in range(N):
                 sums = {"w": torch.zeros(20_000)}
                 noise.add_(sums, step)
-            assert sums["w"].std().item() == pytest.approx(row.step_stddev, rel=0.03), row.label
+            assert sums["w"].std().item() == pytest.approx(row.step_stddev, rel=0.03), row.mechanism
         assert row.score == pytest.approx((row.rmse * row.step_stddev) ** 0.5)
 
 

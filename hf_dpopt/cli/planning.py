@@ -169,7 +169,7 @@ def mechanism_facts(row: ComparedNoise, num_parameters: int) -> dict[str, Any]:
         "step_stddev": row.step_stddev,
         "rmse": row.rmse,
         "max_error": row.max_error,
-        "memory_bytes": row.cost.kept * num_parameters * BYTES,
+        "memory_bytes": plan.cost.kept * num_parameters * BYTES,
         "epsilon": plan.epsilon(),
         "accountant": plan.spent.accountant,
     }

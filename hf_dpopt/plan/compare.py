@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
-from hf_dpopt.noise import NoiseStrategy, StreamCost, Workload
+from hf_dpopt.noise import NoiseStrategy, Workload
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.preclip import ScaleChanges
 
@@ -32,7 +32,6 @@ class ComparedNoise:
         rmse: root mean square error of the iterates over the run, per coordinate, in clipping norms times the learning
             rate; of sums of gradients, not means.
         max_error: the largest of an iterate, likewise.
-        cost: cost of the noise per step.
         score: what decides; the smaller, the better. `rmse` for SGD. For an adaptive optimizer its geometric mean with
             the noise of a single step, which shortens every step: a rule that was measured, not derived
             (docs/mechanisms.md).
@@ -41,18 +40,12 @@ class ComparedNoise:
     plan: PrivacyPlan
     rmse: float
     max_error: float
-    cost: StreamCost
     score: float
 
     @property
     def mechanism(self) -> str:
         """Its name in `MECHANISMS`."""
         return self.plan.config.noise_mechanism
-
-    @property
-    def label(self) -> str:
-        """A name that tells the rows apart."""
-        return f"{self.mechanism}, {self.plan.sampler.name}"
 
     @property
     def step_stddev(self) -> float:
@@ -67,9 +60,15 @@ def ranked(plans: Sequence[PrivacyPlan], workload: Workload | None) -> list[Comp
         plans: one or more, with the same budget.
         workload: what the optimizer makes of the gradients; None for plain sums.
     """
-    rows = sorted((compare_row(plan, workload) for plan in plans), key=lambda row: row.score)
+    is_adaptive, rows = workload is not None and workload.adaptive, []
+    for plan in plans:
+        errors = predicted_errors(plan, workload)
+        rmse = float(math.sqrt(np.square(errors).mean()))
+        score = math.sqrt(rmse * step_stddev(plan)) if is_adaptive else rmse
+        rows.append(ComparedNoise(plan=plan, rmse=rmse, max_error=float(errors.max()), score=score))
+    rows.sort(key=lambda row: row.score)
     as_good = [row for row in rows if row.score <= (1 + INDIFFERENT) * rows[0].score]
-    best = min(as_good, key=lambda row: row.cost.kept)
+    best = min(as_good, key=lambda row: row.plan.cost.kept)
     return [best, *(row for row in rows if row is not best)]
 
 
@@ -129,17 +128,3 @@ def errors_across(
         else:
             errors += np.square(sums[:, phase] @ noise[phase]).sum(axis=1)
     return errors
-
-
-def compare_row(plan: PrivacyPlan, workload: Workload | None) -> ComparedNoise:
-    """A plan as a row of a comparison."""
-    errors = predicted_errors(plan, workload)
-    rmse = float(math.sqrt(np.square(errors).mean()))
-    is_adaptive = workload is not None and workload.adaptive
-    return ComparedNoise(
-        plan=plan,
-        rmse=rmse,
-        max_error=float(errors.max()),
-        cost=plan.cost,
-        score=math.sqrt(rmse * step_stddev(plan)) if is_adaptive else rmse,
-    )

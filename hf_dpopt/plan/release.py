@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import dp_accounting
@@ -323,12 +323,6 @@ class EarlierRun(ReleaseRecord):
     def event(self) -> dp_accounting.DpEvent:
         """Event of everything that it released; the runs before it are counted for themselves."""
         return self.release.event_of_draws(self.draw_stddev, self.charged)
-
-    @classmethod
-    def of(cls, record: ReleaseRecord, charged: Sequence[int], ledger_digest: str) -> EarlierRun:
-        """A run that was charged so many steps of each chain."""
-        same = {name: getattr(record, name) for name in ReleaseRecord.names()}
-        return cls(**same, charged=tuple(charged), ledger_digest=ledger_digest)
 
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> EarlierRun:

@@ -24,7 +24,7 @@ from hf_dpopt.clipping import make_engine
 from hf_dpopt.noise import BandedToeplitz, NoiseStrategy, NuDPFTRL, Participation, Phased, momentum_workload
 from hf_dpopt.noise.copies import Copies, Phases
 from hf_dpopt.noise.tree import TreeAggregation
-from hf_dpopt.plan.compare import compare_row, errors_across, predicted_errors
+from hf_dpopt.plan.compare import errors_across, predicted_errors, ranked
 from hf_dpopt.preclip import DelayedPreconditioner, PublicPreconditioner, QuantileClipping, ScaleChanges
 from hf_dpopt.preclip.subspace_projection import PublicSubspaceProjection
 from hf_dpopt.sampling import SAMPLERS
@@ -270,7 +270,7 @@ def _compared(preclip=None, **changes):
         target_epsilon=4.0, target_delta=1e-5, expected_batch_size=100, sampling="fixed_order",
         noise_mechanism="nu_dpftrl",
     ) | changes  # fmt: skip
-    return compare_row(make_plan(PrivacyConfig(**config), num_examples=20000, num_steps=1000, preclip=preclip), None)
+    return ranked([make_plan(PrivacyConfig(**config), num_examples=20000, num_steps=1000, preclip=preclip)], None)[0]
 
 
 def test_noise_that_goes_on_takes_back_what_restarts_leave():

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from hf_dpopt import DPTrainer, DPTrainingArguments, make_plan
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.workload import workload_of
-from hf_dpopt.plan.compare import compare_row, predicted_errors
+from hf_dpopt.plan.compare import predicted_errors, ranked
 from recipes.paper.federated.task import COLLATE, USER, Task, evaluate
 from recipes.paper.runs import KeptRuns, climb
 
@@ -157,7 +157,7 @@ def predicted(run: Run, num_users: int) -> dict[str, float] | None:
     plan = make_plan(
         args.privacy_config(run.users), num_examples=num_users, num_steps=run.num_rounds, workload=workload
     )
-    row = compare_row(plan, workload)
+    (row,) = ranked([plan], workload)
     last = float(predicted_errors(plan, workload)[-1])
     return {"step_stddev": row.step_stddev, "rmse": row.rmse, "last": last}
 
