@@ -151,12 +151,9 @@ class PrivacyConfig:
             self.expected_batch_size,
             "an integer >= 1: the records of one optimizer step on average, over all devices and accumulation steps",
         )
-        samples = self.amplification_samples
-        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
-            raise DPConfigError(
-                f"amplification_samples={shown(samples)} is no number of samples. Use an integer such as 4000000, or "
-                "0 for the computed bound alone."
-            )
+        if self.amplification_samples != 0:
+            what = "an integer such as 4000000, or 0 for the computed bound alone"
+            check_count("amplification_samples", self.amplification_samples, what)
         if not isinstance(self.allow_large_delta, bool):
             raise DPConfigError(
                 f"allow_large_delta={shown(self.allow_large_delta)} is not a yes or no. Use True or False; True "

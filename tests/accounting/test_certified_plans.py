@@ -135,5 +135,5 @@ def test_another_plan_does_not_take_it(certified, computed):
 
 @pytest.mark.parametrize("samples", [-1, 2.5, "many", True, None])
 def test_numbers_of_samples_are_checked(samples):
-    with pytest.raises(DPConfigError, match="amplification_samples=.* is no number of samples. Use an integer"):
+    with pytest.raises(DPConfigError, match="amplification_samples=.*Use an integer"):
         dataclasses.replace(CONFIG, amplification_samples=samples)
