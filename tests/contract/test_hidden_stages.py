@@ -28,7 +28,7 @@ HIDDEN = {
 def _run_without(hidden: tuple[str, ...], folder: Path, repo: Path) -> None:
     copy = folder / "copy" / "hf_dpopt"
     shutil.copytree(Path(hf_dpopt.__file__).parent, copy)
-    for name in set(hidden):
+    for name in sorted(set(hidden), key=len, reverse=True):  # files before the folders that hold them
         (shutil.rmtree if (copy / name).is_dir() else os.remove)(copy / name)
     path = {"PYTHONPATH": os.pathsep.join((str(copy.parent), str(repo)))}
     done = subprocess.run(
