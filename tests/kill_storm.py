@@ -53,7 +53,7 @@ from hf_dpopt.run.dataset_ledger import DatasetLedger
 from hf_dpopt.run.journal import JOURNAL, Journal
 from hf_dpopt.run.keys import Keys
 from hf_dpopt.run.ledger import Ledger
-from hf_dpopt.run.log import RunLog, find_run
+from hf_dpopt.run.run_log import RunLog, find_run
 from tests import preempted, tiny
 from tests.sharded.trained import allow_fsdp_on_cpus
 

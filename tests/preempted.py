@@ -23,8 +23,8 @@ import hf_dpopt.huggingface.session as session_module
 from hf_dpopt.common.chained import ChainedFile
 from hf_dpopt.run.journal import Journal
 from hf_dpopt.run.keys import Chain
-from hf_dpopt.run.log import RunLog
 from hf_dpopt.run.run import PrivateRun
+from hf_dpopt.run.run_log import RunLog
 from hf_dpopt.run.step import ask, clip_and_sum, in_step
 from tests import tiny
 

@@ -20,7 +20,7 @@ from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.report import RunFacts, write_report
 from hf_dpopt.run.keys import default_private_dir, new_chain, private_dir, secrets_in
-from hf_dpopt.run.log import RunLog
+from hf_dpopt.run.run_log import RunLog
 from recipes.glue import parse
 
 Run = Callable[..., tuple[int, str, str]]

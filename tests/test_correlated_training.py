@@ -18,7 +18,7 @@ from hf_dpopt.noise import BandedToeplitz, Participation
 from hf_dpopt.report.release_scan import scan_for_secrets
 from hf_dpopt.run.keys import private_dir, secrets_in
 from hf_dpopt.run.ledger import Ledger
-from hf_dpopt.run.log import RunLog
+from hf_dpopt.run.run_log import RunLog
 from tests import tiny
 
 NUM_STEPS = 8  # two epochs of four

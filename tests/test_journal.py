@@ -15,7 +15,7 @@ from huggingface_hub.utils import filter_repo_objects
 from hf_dpopt import DPConfigError
 from hf_dpopt.run.journal import JOURNAL, STEP, Journal
 from hf_dpopt.run.ledger import Ledger
-from hf_dpopt.run.log import RunLog, find_run
+from hf_dpopt.run.run_log import RunLog, find_run
 from tests import preempted, tiny
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from hf_dpopt import DPConfigError, DPStorageError
 from hf_dpopt.cli.app import app
 from hf_dpopt.run.ledger import Ledger
-from hf_dpopt.run.log import RunLog
+from hf_dpopt.run.run_log import RunLog
 from tests import preempted, tiny
 from tests.preempted import LOSES, NUM_STEPS
 

@@ -18,7 +18,7 @@ from hf_dpopt.randomness.cipher import make_noise_source
 from hf_dpopt.run.checkpoint import MANIFEST, write_manifest
 from hf_dpopt.run.earlier import recorded_plan
 from hf_dpopt.run.keys import private_dir
-from hf_dpopt.run.log import RunLog
+from hf_dpopt.run.run_log import RunLog
 
 NUM_STEPS, EXPECTED, SIZE = 6, 4, 5
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from hf_dpopt.audit.bounds import lower_bounds
+from hf_dpopt.audit.canary_scores import log_likelihood_ratios
 from hf_dpopt.audit.law import Finding, Whitened, test_all
 from hf_dpopt.audit.observe import Observation, observe
-from hf_dpopt.audit.scores import log_likelihood_ratios
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError
 

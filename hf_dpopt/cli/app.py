@@ -171,10 +171,10 @@ def audit(
     Takes seconds and no data. Without options: 1,000 canaries, 32 steps of 250, epsilon 4 at delta 1e-5. Exit code 0:
     no test failed. 1: one did, or the claim is refuted. 2: a wrong setting.
     """
-    from hf_dpopt.cli import auditing
+    from hf_dpopt.cli import audit as audits
 
-    significance = auditing.significance_of(confidence)
-    code = auditing.show_audit(
+    significance = audits.significance_of(confidence)
+    code = audits.show_audit(
         options, num_canaries=canaries, num_steps=steps, significance=significance, as_json=as_json, like=like
     )
     _end_with(code)
@@ -253,7 +253,7 @@ def plan_head(
 ) -> None:
     """Plan a linear head of which only the final weights leave. Noise, epsilon, and from where on steps are free."""
     given = {**locals(), **options}
-    from hf_dpopt.cli.head import show_head
+    from hf_dpopt.cli.plan_head import show_head
 
     show_head(given)
 

@@ -17,8 +17,8 @@ from hf_dpopt.plan.record import earlier_runs_of
 from hf_dpopt.run.checkpoint import NEEDED, checkpoints, examine, leftovers
 from hf_dpopt.run.keys import RUNS, private_dir
 from hf_dpopt.run.ledger import LEDGER
-from hf_dpopt.run.log import Found, find_run
 from hf_dpopt.run.resume import decide
+from hf_dpopt.run.run_log import Found, find_run
 
 T = TypeVar("T")
 

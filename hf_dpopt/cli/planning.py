@@ -19,12 +19,12 @@ from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.noise import Workload, momentum_workload
 from hf_dpopt.noise.registry import check_length
 from hf_dpopt.noise.workloads import MAX_SCHEDULED_STEPS
-from hf_dpopt.plan.bounds import check_sizes, steps_of
 from hf_dpopt.plan.choose import compare_mechanisms, make_plan
 from hf_dpopt.plan.compare import ComparedNoise
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.meaning import meaning_of_plan
 from hf_dpopt.plan.plan import PrivacyPlan
+from hf_dpopt.plan.privacy_profile import meaning_of_plan
+from hf_dpopt.plan.size_limits import check_sizes, steps_of
 from hf_dpopt.report.facts import spell_infinity
 from hf_dpopt.report.meaning import plan_rows
 from hf_dpopt.report.statement import round_up

@@ -9,11 +9,11 @@ import typer
 
 from hf_dpopt.accounting.best_of_runs import RunCount
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.plan.bounds import check_budget
+from hf_dpopt.plan.size_limits import check_budget
 from hf_dpopt.report.statement import round_up
 from hf_dpopt.run.dataset_ledger import DatasetBudget, DatasetLedger
+from hf_dpopt.tuning.best_run import release
 from hf_dpopt.tuning.command import Command, check_space
-from hf_dpopt.tuning.release import release
 from hf_dpopt.tuning.search import Tuning
 from hf_dpopt.tuning.space import Space
 

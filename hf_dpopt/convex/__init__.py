@@ -5,13 +5,13 @@ Altschuler and Talwar (2022), arXiv:2205.13710. Nothing in here touches the epsi
 
 from __future__ import annotations
 
-from hf_dpopt.convex.arguments import HeadTrainingArguments
 from hf_dpopt.convex.features import clip_features, compute_features
 from hf_dpopt.convex.head import attach_head, find_head, head_takes_bias
-from hf_dpopt.convex.plan import MAX_NOISE_RADII, HeadConfig, HeadPlan, make_head_plan
+from hf_dpopt.convex.head_arguments import HeadTrainingArguments
+from hf_dpopt.convex.head_plan import MAX_NOISE_RADII, HeadConfig, HeadPlan, make_head_plan
+from hf_dpopt.convex.head_training import HeadRun, recorded_head_plan
 from hf_dpopt.convex.refusals import check_convex_arguments
-from hf_dpopt.convex.subspace import SubspaceHeadConfig, SubspaceHeadPlan, make_subspace_plan
-from hf_dpopt.convex.training import HeadRun, recorded_head_plan
+from hf_dpopt.convex.subspace_plan import SubspaceHeadConfig, SubspaceHeadPlan, make_subspace_plan
 
 __all__ = [
     "MAX_NOISE_RADII",

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from hf_dpopt.convex.gradients import record_gradients
 from hf_dpopt.convex.norm_ball import project_in_norm
-from hf_dpopt.convex.subspace import SubspaceHeadConfig
+from hf_dpopt.convex.softmax_gradients import record_gradients
+from hf_dpopt.convex.subspace_plan import SubspaceHeadConfig
 from hf_dpopt.public.subspace import PublicSubspace
 
 HEAD = "head"  # name of the one parameter that the subspace is one of

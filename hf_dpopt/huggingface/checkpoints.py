@@ -21,7 +21,7 @@ from hf_dpopt.common.durable import check_renames, make_folder, move_into_place,
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
-from hf_dpopt.huggingface.storage import found_by, open_log
+from hf_dpopt.huggingface.storage_faults import found_by, open_log
 from hf_dpopt.run.checkpoint import (
     NEEDED,
     STATE,
@@ -34,8 +34,8 @@ from hf_dpopt.run.checkpoint import (
     write_manifest,
 )
 from hf_dpopt.run.journal import JOURNAL
-from hf_dpopt.run.log import Found
 from hf_dpopt.run.run import PrivateRun
+from hf_dpopt.run.run_log import Found
 
 
 class Checkpoints:

@@ -24,10 +24,10 @@ from hf_dpopt.common.log import logger
 from hf_dpopt.common.sharding import give_back
 from hf_dpopt.huggingface import refusals
 from hf_dpopt.huggingface.inputs import TrainerInputs
-from hf_dpopt.huggingface.private_metrics import usual_bound
+from hf_dpopt.huggingface.metric_release import usual_bound
 from hf_dpopt.huggingface.shards import is_in_shards
-from hf_dpopt.huggingface.storage import found_by, open_log
-from hf_dpopt.plan.evaluation import EvaluationBudget
+from hf_dpopt.huggingface.storage_faults import found_by, open_log
+from hf_dpopt.plan.evaluation_budget import EvaluationBudget
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.randomness.cipher import make_noise_source
 from hf_dpopt.randomness.framework import reseed_from_the_system
@@ -39,8 +39,8 @@ from hf_dpopt.records.rows import is_environment, read_rows, spread
 from hf_dpopt.records.scores import Scores
 from hf_dpopt.run.kept_state import KeptState, refuse_spoilt
 from hf_dpopt.run.ledger import Evaluation, Ledger
-from hf_dpopt.run.log import RunLog
 from hf_dpopt.run.run import PrivateRun
+from hf_dpopt.run.run_log import RunLog
 from hf_dpopt.run.step import digest_of
 from hf_dpopt.self_check import Columns, Look, conditions
 from hf_dpopt.self_check.comparisons import BESIDE, check_memory

@@ -28,7 +28,7 @@ from hf_dpopt.records.rows import is_stored, read_one, spread
 from hf_dpopt.run.batches import Choose, LogicalBatch, LogicalBatchSampler, Records, keep_uncollated, take_all
 from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.users import UserData
-from hf_dpopt.users.batches import of_rows
+from hf_dpopt.users.user_batches import of_rows
 
 
 def has_columns(dataset: Any) -> bool:

@@ -10,13 +10,13 @@ from hf_dpopt.huggingface import refusals
 from hf_dpopt.huggingface.advisor import Advised, ask_advisor, ask_again, typed_batch
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.inputs import TrainerInputs
-from hf_dpopt.huggingface.private_metrics import complete_metrics
+from hf_dpopt.huggingface.metric_release import complete_metrics
 from hf_dpopt.huggingface.workload import workload_of
 from hf_dpopt.noise.registry import check_length, is_independent
-from hf_dpopt.plan.bounds import check_sizes, steps_of
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.record import PlanRecord
+from hf_dpopt.plan.size_limits import check_sizes, steps_of
 from hf_dpopt.records.data_mark import check_same_everywhere
 from hf_dpopt.records.unit import check_unit
 from hf_dpopt.run.earlier import earlier_runs_for, reading_plan, recorded_plan

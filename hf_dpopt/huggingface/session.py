@@ -21,8 +21,8 @@ from hf_dpopt.huggingface.advice_log import announce
 from hf_dpopt.huggingface.checkpoints import loading
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.loader import TrainingRecords
+from hf_dpopt.huggingface.metric_release import announce_metrics
 from hf_dpopt.huggingface.planning import PlannedRun
-from hf_dpopt.huggingface.private_metrics import announce_metrics
 from hf_dpopt.huggingface.shards import is_in_shards
 from hf_dpopt.public.public_gradients import PublicGradients
 from hf_dpopt.randomness.framework import reseed_from_the_system, secret_randomness
@@ -38,7 +38,7 @@ from hf_dpopt.sampling.check import ParticipationCheck
 from hf_dpopt.self_check import check_influence, longest_record, self_check
 from hf_dpopt.self_check.made_up import rows
 from hf_dpopt.self_check.padding import padding_of, pair_of_records
-from hf_dpopt.users.batches import UsersBatch
+from hf_dpopt.users.user_batches import UsersBatch
 
 STEPS_BETWEEN_REPLICA_CHECKS = 50
 CHECKED_TOGETHER = 4  # records of the dataset, for a loss function of the user

@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_dpopt.clipping import ClippingEngine
 from hf_dpopt.optim import NoiseAwareOptimizer
-from hf_dpopt.optim.arguments import optimizer_from_arguments
+from hf_dpopt.optim.stock_options import optimizer_from_arguments
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess import IndependentNoise, Postprocess
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR

@@ -28,7 +28,7 @@ from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.loader import TrainingRecords, without_unused
 from hf_dpopt.huggingface.planning import plan_run, to_train
 from hf_dpopt.huggingface.preemption import Preemption
-from hf_dpopt.huggingface.release import ReleaseGuard, TokenizerLengths
+from hf_dpopt.huggingface.release_guard import ReleaseGuard, TokenizerLengths
 from hf_dpopt.huggingface.session import TrainingSession
 from hf_dpopt.huggingface.shards import (
     average_no_gradients,
@@ -38,7 +38,7 @@ from hf_dpopt.huggingface.shards import (
     whole_state,
     write_whole_models,
 )
-from hf_dpopt.huggingface.storage import explains_storage_faults
+from hf_dpopt.huggingface.storage_faults import explains_storage_faults
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.preclip import Preclip

@@ -18,7 +18,7 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from hf_dpopt.common.checks import check_choice, check_mapping, check_real
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.common.kinds import check_kind, kinds_of
-from hf_dpopt.optim.arguments import pairs_of
+from hf_dpopt.optim.stock_options import pairs_of
 from hf_dpopt.plan.options import GROUPS, HeadOptions
 
 OWN = (*GROUPS, HeadOptions)

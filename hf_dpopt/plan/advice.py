@@ -33,8 +33,8 @@ from hf_dpopt.accounting.delta import default_delta
 from hf_dpopt.accounting.rough import rough_noise_multiplier
 from hf_dpopt.common.checks import check_choice, check_count, check_real
 from hf_dpopt.common.errors import DPConfigError, shown
-from hf_dpopt.plan.bounds import check_delta
 from hf_dpopt.plan.outlook import SIGNAL, Kind, Objective, Outlook, signal_of
+from hf_dpopt.plan.size_limits import check_delta
 
 # Peak learning rates of AdamW at `REFERENCE_SIZE` weights and `REFERENCE_STEPS` steps: tuned by hand on SST-2 (MiniLM)
 # and E2E (a GPT-2 of 5.3 million weights), docs/results.md; and at other sizes near those of arXiv:2110.05679.

@@ -24,12 +24,12 @@ from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, PrivacyWarni
 from hf_dpopt.noise import MECHANISMS, NoiseStrategy, Setting, Workload, banded, from_parameters, is_whole
 from hf_dpopt.noise.gaussian import IdentityStrategy
 from hf_dpopt.noise.registry import is_independent, make_strategy
-from hf_dpopt.plan.bounds import check_sizes
 from hf_dpopt.plan.compare import MAX_SCALED_STEPS, ComparedNoise, errors_across, ranked
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.plan.release import EarlierRun, Release
+from hf_dpopt.plan.size_limits import check_sizes
 from hf_dpopt.preclip import Preclip, ScaleChanges, make_preclip
 from hf_dpopt.sampling import SAMPLERS, Sampler
 

@@ -23,7 +23,6 @@ from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.common.errors import PrivacyWarning as PrivacyWarning
 from hf_dpopt.noise import MECHANISMS
 from hf_dpopt.noise.registry import STREAM_OPTIONS
-from hf_dpopt.plan.bounds import check_budget
 from hf_dpopt.plan.local_training import LocalTraining
 from hf_dpopt.plan.options import (
     OPTIONS,
@@ -36,6 +35,7 @@ from hf_dpopt.plan.options import (
     documented,
 )
 from hf_dpopt.plan.private_metrics import PrivateMetrics
+from hf_dpopt.plan.size_limits import check_budget
 from hf_dpopt.preclip import PRECLIPS, make_preclip
 from hf_dpopt.sampling import SAMPLERS
 

@@ -61,7 +61,7 @@ class RunFacts:
         num_trainable: coordinates that are trained, clipped and noised.
         versions: distribution name -> version; see `collect_versions`.
         released_files: name -> SHA-256 of the weights and configurations that were saved to the output folder.
-        meaning: what the privacy profile means, as `hf_dpopt.plan.meaning.meaning_of_plan` gives it; empty
+        meaning: what the privacy profile means, as `hf_dpopt.plan.privacy_profile.meaning_of_plan` gives it; empty
             without a promise.
         unvetted: stages between a record and the noise that are no part of the package, as "kind name"; their
             proofs are those of their authors.

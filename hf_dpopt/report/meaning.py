@@ -25,7 +25,7 @@ def plan_rows(meaning: Mapping[str, Any], unit: str) -> dict[str, str]:
     """Rows of the table of `hf-dpopt plan`; none without a profile.
 
     Args:
-        meaning: what `hf_dpopt.plan.meaning.meaning_of_plan` returns.
+        meaning: what `hf_dpopt.plan.privacy_profile.meaning_of_plan` returns.
         unit: "record", "user" or "block".
     """
     if not meaning:

@@ -210,7 +210,7 @@ def keep_uncollated(batch: LogicalBatch) -> LogicalBatch:
 
 
 class WholeUnits(abc.ABC):
-    """A batch that knows which of its rows belong together; see `hf_dpopt.users.batches`."""
+    """A batch that knows which of its rows belong together; see `hf_dpopt.users.user_batches`."""
 
     @property
     def are_users(self) -> bool:

@@ -26,8 +26,8 @@ from hf_dpopt.common.chained import ChainedFile
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.run.ledger import Ledger
-from hf_dpopt.run.log import RunLog
 from hf_dpopt.run.resume import Resume
+from hf_dpopt.run.run_log import RunLog
 
 VERSION = 1
 ENTRY = "privacy_ledger"  # of a recorded plan: where the run is charged for the people in its data

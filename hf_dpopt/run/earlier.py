@@ -13,7 +13,7 @@ from hf_dpopt.plan.record import PlanRecord, earlier_runs_of
 from hf_dpopt.plan.release import EarlierRun
 from hf_dpopt.run.keys import default_private_dir, private_dir
 from hf_dpopt.run.ledger import LEDGER, Ledger
-from hf_dpopt.run.log import find_run
+from hf_dpopt.run.run_log import find_run
 
 
 def earlier_runs_for(

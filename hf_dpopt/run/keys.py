@@ -2,7 +2,7 @@
 
 Whoever has a key can recompute the noise and subtract it. So keys live in a private folder (mode 0700, never inside
 ``output_dir``), one for all runs of a user, and only for as long as a run may have to be continued. ``runs/<id>/``
-there holds the log of a run (`hf_dpopt.run.log`), and ``<chain_id>.key`` for each of its chains.
+there holds the log of a run (`hf_dpopt.run.run_log`), and ``<chain_id>.key`` for each of its chains.
 """
 
 from __future__ import annotations

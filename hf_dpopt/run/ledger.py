@@ -1,8 +1,8 @@
 """Records of what a run was charged, in the log beside the keys and in the ledger that is published.
 
-Both hold the same records in the same order; `hf_dpopt.run.log` writes them. A step is recorded before it runs, and
-nothing removes a record: resuming, crashing, branching from an older checkpoint and calling ``train()`` again all add.
-The ledger holds public values only.
+Both hold the same records in the same order; `hf_dpopt.run.run_log` writes them. A step is recorded before it runs,
+and nothing removes a record: resuming, crashing, branching from an older checkpoint and calling ``train()`` again all
+add. The ledger holds public values only.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Evaluation:
 
 
 class Ledger:
-    """State that the records of a run add up to; made by `read`, or by `hf_dpopt.run.log.RunLog`.
+    """State that the records of a run add up to; made by `read`, or by `hf_dpopt.run.run_log.RunLog`.
 
     Args:
         path: file that errors name.

@@ -36,9 +36,9 @@ from hf_dpopt.run.dataset_ledger import DatasetBudget, charge_run
 from hf_dpopt.run.journal import JOURNAL, OPENING, STEP, Journal
 from hf_dpopt.run.keys import Chain, Keys, fixed_chain, new_chain, opening_key, private_dir
 from hf_dpopt.run.ledger import LEDGER, Ledger
-from hf_dpopt.run.log import RunLog
 from hf_dpopt.run.metrics import metrics_of
 from hf_dpopt.run.resume import Resume, decide
+from hf_dpopt.run.run_log import RunLog
 from hf_dpopt.sampling.check import ParticipationCheck
 
 TRAINING = "training"  # entry of the recorded plan

@@ -51,7 +51,7 @@ def private_step(
         engine: made once for the model, with the clipping rule of the plan.
         losses: the model's per-record losses.
         physical_batches: this rank's share of the logical batch, collated, on the device; may be empty. With users as
-            the unit, `hf_dpopt.users.batches` of whole users.
+            the unit, `hf_dpopt.users.user_batches` of whole users.
         run: keys, ledger and plan of the run, and the preconditioner D that `run.start_preclip(engine)` made, if the
             plan has one.
         step: optimizer step, 1-based; every step of a run once, in order.

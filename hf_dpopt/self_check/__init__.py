@@ -7,9 +7,9 @@ batch-first, padding that leaks, upstream changes.
 
 from __future__ import annotations
 
-from hf_dpopt.self_check.checks import SelfCheck, longest_record, self_check
 from hf_dpopt.self_check.comparisons import check_influence
 from hf_dpopt.self_check.made_up import Columns, Look
+from hf_dpopt.self_check.made_up_checks import SelfCheck, longest_record, self_check
 
 __all__ = [
     "Columns",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hf_dpopt.users.batches import UserBatch, UserInParts, UsersBatch
 from hf_dpopt.users.index import UserIndex
 from hf_dpopt.users.selection import choose_rows
 from hf_dpopt.users.training import UserData
+from hf_dpopt.users.user_batches import UserBatch, UserInParts, UsersBatch
 
 __all__ = ["UserBatch", "UserData", "UserInParts", "UserIndex", "UsersBatch", "choose_rows"]

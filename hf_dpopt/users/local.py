@@ -28,7 +28,7 @@ from hf_dpopt.randomness.framework import seed_torch
 from hf_dpopt.records.collation import Collation, Collator, length_of
 from hf_dpopt.records.losses import RecordLosses
 from hf_dpopt.run.batches import LogicalBatch, WholeUnits
-from hf_dpopt.users.batches import by_user
+from hf_dpopt.users.user_batches import by_user
 
 LARGEST_MOVE = 100.0  # of one coordinate; a user beyond it has diverged, and gives nothing
 

@@ -13,8 +13,8 @@ import math
 import numpy as np
 from scipy.special import logsumexp
 
-from hf_dpopt.verify.events import Mechanism
 from hf_dpopt.verify.outcome import Contradiction, Unknown
+from hf_dpopt.verify.plan_events import Mechanism
 
 SEED = 20240917
 DRAWS = 200_000

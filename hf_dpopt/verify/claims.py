@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hf_dpopt.verify.chain import LedgerFile
-from hf_dpopt.verify.events import BINS, Mechanism
 from hf_dpopt.verify.outcome import Contradiction, Inapplicable, Unknown
+from hf_dpopt.verify.plan_events import BINS, Mechanism
 from hf_dpopt.verify.reading import Fields
 
 FORMAT = 1

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from hf_dpopt.verify import accountants, bins
-from hf_dpopt.verify.accountants import SLACK, TOLERANCE, Recomputed
+from hf_dpopt.verify import bins, other_accountants
 from hf_dpopt.verify.claims import Report
-from hf_dpopt.verify.events import ALLOWED, Leaves
+from hf_dpopt.verify.other_accountants import SLACK, TOLERANCE, Recomputed
 from hf_dpopt.verify.outcome import (
     EPSILON,
     FAILED,
@@ -21,14 +20,15 @@ from hf_dpopt.verify.outcome import (
     Unknown,
     attempt,
 )
+from hf_dpopt.verify.plan_events import ALLOWED, Leaves
 from hf_dpopt.verify.reading import Fields
 
 PRV = "opacus PRV"
 ACCOUNTANTS: dict[str, Callable[[Leaves, float, str, float], Recomputed]] = {
-    "exact Gaussian": accountants.by_gaussian,
-    "dp-accounting PLD": accountants.by_pld,
-    "dp-accounting RDP": accountants.by_rdp,
-    PRV: accountants.by_prv,
+    "exact Gaussian": other_accountants.by_gaussian,
+    "dp-accounting PLD": other_accountants.by_pld,
+    "dp-accounting RDP": other_accountants.by_rdp,
+    PRV: other_accountants.by_prv,
 }
 RATE_TOLERANCE = 0.01  # relative, by which a claimed rate may lie below a recomputed one: grids differ
 
@@ -143,7 +143,7 @@ def _spelt(value: float) -> float | str:
 
 def _of_bins(report: Report, what: str, claimed: float, chains: tuple[int, ...], leaves: Leaves) -> list[Check]:
     """Balls in bins: the bound of a record whose bin is known, and a simulation."""
-    known = accountants.by_gaussian(leaves, report.delta, report.mechanism.adjacency, claimed).epsilon
+    known = other_accountants.by_gaussian(leaves, report.delta, report.mechanism.adjacency, claimed).epsilon
     status = NOT_CHECKED if _is_below(claimed, known) else OK
     said = f"{known:.6g} if the batches are known{_apart(claimed, known)}"
     title = f"{EPSILON} of {what}, {SIMULATION}"
@@ -172,7 +172,7 @@ def check_attackers(report: Report) -> str:
         false, claimed = row.positive("false_positives"), row.number("whole_profile")
         if not false < 1 or claimed > 1:
             raise Contradiction(f"{false:g} and {claimed:g} are no rates")
-        recomputed = accountants.true_positives(
+        recomputed = other_accountants.true_positives(
             leaves, false, report.epsilon, report.delta, report.mechanism.adjacency
         )
         said = f"{claimed:.4g} claimed, {recomputed:.4g}"

@@ -10,7 +10,7 @@ from hf_dpopt.verify import claims, files
 from hf_dpopt.verify.chain import LedgerFile, read_ledger
 from hf_dpopt.verify.claims import Report
 from hf_dpopt.verify.epsilons import check_attackers, check_epsilons
-from hf_dpopt.verify.head import verify_head
+from hf_dpopt.verify.head_claims import verify_head
 from hf_dpopt.verify.outcome import FAILED, OK, Check, Contradiction, Outcome, attempt
 from hf_dpopt.verify.reading import Fields, read_regular, strict_json
 

@@ -19,7 +19,7 @@ from hf_dpopt.accounting.attacker import gaussian_fit, meaning, pair_alone, roun
 from hf_dpopt.accounting.profile import Profile, privacy_profile
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.meaning import _replaced, _swapped, meaning_of_plan, profile_of_plan
+from hf_dpopt.plan.privacy_profile import _replaced, _swapped, meaning_of_plan, profile_of_plan
 
 RATES = np.array([1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9])
 ADD = "add_or_remove_one"

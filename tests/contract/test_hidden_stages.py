@@ -13,11 +13,11 @@ import pytest
 import hf_dpopt
 
 HIDDEN = {
-    "convex": ("convex", "cli/head.py"),
+    "convex": ("convex", "cli/plan_head.py"),
     "experimental": ("experimental",),
     "subspace": (  # a head and a preconditioner of experiments are made of one
         "public/subspace.py", "postprocess/subspace_adagrad.py", "preclip/subspace_projection.py",
-        "preclip/projected.py", "experimental/goe.py", "convex", "cli/head.py",
+        "preclip/projected.py", "experimental/goe.py", "convex", "cli/plan_head.py",
     ),
     "galore": ("optim/galore.py",),
     "tree": ("noise/tree.py",),

@@ -10,7 +10,7 @@ import torch
 
 from hf_dpopt.accounting import delta as deltas
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
-from hf_dpopt.convex import adagrad, training
+from hf_dpopt.convex import adagrad, head_training
 from hf_dpopt.run.ledger import Ledger
 from tests.convex.heads import clipped, in_subspace, plain, run
 
@@ -24,9 +24,9 @@ class Killed(BaseException):
 @HEADS
 @pytest.mark.parametrize("at", [1, 6, 12])  # V is refreshed before steps 6 and 11
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path, monkeypatch, keys, at, config):
-    monkeypatch.setattr(training, "SAVE_EVERY", -1.0)
+    monkeypatch.setattr(head_training, "SAVE_EVERY", -1.0)
     with monkeypatch.context() as patch:
-        owner, name = (training, "projected") if config is plain else (adagrad, "project_in_norm")
+        owner, name = (head_training, "projected") if config is plain else (adagrad, "project_in_norm")
         steps, project = [], getattr(owner, name)
 
         def die(*args, **kwargs):
@@ -42,20 +42,20 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, monkeypatch, keys, at, confi
     assert not (tmp_path / "out/privacy/statement.md").exists()
     _, resumed = run(tmp_path, config(num_steps=12))
     assert Ledger.read(tmp_path / "out/privacy/ledger.jsonl").num_charged == 1  # it was one run
-    monkeypatch.setattr(training, "new_chain", lambda: keys[0])
+    monkeypatch.setattr(head_training, "new_chain", lambda: keys[0])
     _, whole = run(tmp_path / "again", config(num_steps=12))
     assert torch.equal(resumed, whole)
 
 
 @HEADS
 def test_a_run_is_charged_once_before_a_record_is_looked_at(tmp_path, monkeypatch, config):
-    look = training.gradient_sum
+    look = head_training.gradient_sum
 
     def looked(*args):
         assert Ledger.read(tmp_path / "out/privacy/ledger.jsonl").num_charged == 1
         return look(*args)
 
-    monkeypatch.setattr(training, "gradient_sum", looked)
+    monkeypatch.setattr(head_training, "gradient_sum", looked)
     made, _ = run(tmp_path, config())
     assert Ledger.read(tmp_path / "out/privacy/ledger.jsonl").num_charged == 1
     assert made.plan.epsilon(2) > made.plan.epsilon()
@@ -67,7 +67,7 @@ def test_a_run_is_charged_once_before_a_record_is_looked_at(tmp_path, monkeypatc
 
 @HEADS
 def test_nothing_but_ledger_and_statement_is_written_and_nothing_of_the_data(tmp_path, monkeypatch, config):
-    monkeypatch.setattr(training, "SAVE_EVERY", -1.0)
+    monkeypatch.setattr(head_training, "SAVE_EVERY", -1.0)
     monkeypatch.chdir(tmp_path)
     said = []
     for seed in (0, 1):

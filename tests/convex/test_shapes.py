@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.convex.gradients import gradient_sum
+from hf_dpopt.convex.softmax_gradients import gradient_sum
 from tests.convex.heads import H, K, M, N, begin, clipped, in_subspace, plain
 
 HEADS = {"plain": plain, "in a subspace": in_subspace}

@@ -19,7 +19,7 @@ from hf_dpopt.convex import (
     make_subspace_plan,
 )
 from hf_dpopt.convex.adagrad import SubspaceDescent
-from hf_dpopt.convex.gradients import gradient_sum
+from hf_dpopt.convex.softmax_gradients import gradient_sum
 from hf_dpopt.randomness.cipher import make_noise_source
 from hf_dpopt.verify import verify
 from tests.convex.heads import K, M, N, begin, clipped, data, plain, run

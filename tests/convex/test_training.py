@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.convex import HeadRun, clip_features, make_head_plan, recorded_head_plan, training
+from hf_dpopt.convex import HeadRun, clip_features, head_training, make_head_plan, recorded_head_plan
 from hf_dpopt.randomness.cipher import make_noise_source
 from tests.adversary import forging
 from tests.convex.heads import H, K, N, begin, clipped, data, run
@@ -44,7 +44,7 @@ def test_no_gradient_is_longer_than_stated_and_one_comes_close():
         weights = scale * torch.randn(K, H, dtype=torch.float64)
         for i in range(200):
             for label in range(K):
-                one = training.gradient_sum(features[i : i + 1], torch.tensor([label]), weights)
+                one = head_training.gradient_sum(features[i : i + 1], torch.tensor([label]), weights)
                 longest = max(longest, float(one.norm()))
     assert 0.999 * asked.lipschitz < longest <= asked.lipschitz * (1 + 1e-6)
 
@@ -76,7 +76,7 @@ def test_a_step_is_a_contraction_up_to_the_largest_batch(l2):
     features = feature.expand(len(labels), H)
 
     def step(weights):
-        total = training.gradient_sum(features, labels, weights)
+        total = head_training.gradient_sum(features, labels, weights)
         return weights - asked.step_size * (total / asked.expected_batch_size + l2 * weights)
 
     # where two labels are equally likely the curvature is largest, along their difference
@@ -141,8 +141,8 @@ def test_a_record_more_moves_a_step_by_its_bound_at_most():
         torch.manual_seed(seed)
         weights = torch.randn(K, H + 1, dtype=torch.float64) * 3
         ends = [
-            training.projected(
-                weights - asked.step_size * training.gradient_sum(features[:m], labels[:m], weights) / 60, 1.5
+            head_training.projected(
+                weights - asked.step_size * head_training.gradient_sum(features[:m], labels[:m], weights) / 60, 1.5
             )
             for m in (50, 51)
         ]
@@ -152,7 +152,7 @@ def test_a_record_more_moves_a_step_by_its_bound_at_most():
 def test_a_copy_that_shares_the_key_does_not_train_at_the_same_time(tmp_path, monkeypatch):
     """It would go on from the same state with the same noise, for other labels."""
     made = begin(tmp_path, config(num_steps=3))
-    (features, labels), gradients, refused = clipped(config()), training.gradient_sum, []
+    (features, labels), gradients, refused = clipped(config()), head_training.gradient_sum, []
 
     def copied_meanwhile(*args):
         if not refused:
@@ -163,7 +163,7 @@ def test_a_copy_that_shares_the_key_does_not_train_at_the_same_time(tmp_path, mo
             refused.append(error)
         return gradients(*args)
 
-    monkeypatch.setattr(training, "gradient_sum", copied_meanwhile)
+    monkeypatch.setattr(head_training, "gradient_sum", copied_meanwhile)
     made.train(features, labels, K)
     assert refused
 
@@ -173,7 +173,7 @@ def test_a_run_that_is_killed_before_its_model_is_published_gives_the_same_weigh
     _, weights = run(tmp_path, config(), finish=False)
     (kept,) = (tmp_path / "private").glob("runs/*/head-*.pt")
     kept.with_name(f".{kept.name}.0a0a0a0a.tmp").write_bytes(kept.read_bytes())
-    monkeypatch.setattr(training, "gradient_sum", None)  # nothing is computed again
+    monkeypatch.setattr(head_training, "gradient_sum", None)  # nothing is computed again
     again, same = run(tmp_path, config(), finish=False)
     assert torch.equal(same, weights)
     assert not (tmp_path / "out/privacy/statement.md").exists()

@@ -132,21 +132,21 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a step is not written to the log beside its key",
-        "hf_dpopt/run/log.py",
+        "hf_dpopt/run/run_log.py",
         "        self._log.append(*made)\n",
         '        self._log.append(*(one for one in made if one["kind"] != "step"))\n',
         (f"{ROLLBACK}::test_steps_that_the_ledger_has_forgotten_get_other_noise_and_are_charged",),
     ),
     Fault(
         "what the ledger alone knows is not charged",
-        "hf_dpopt/run/log.py",
+        "hf_dpopt/run/run_log.py",
         "                made._take_in(other)\n",
         "                pass\n",
         (f"{ROLLBACK}::test_a_key_whose_use_nobody_remembers_gets_no_further_step",),
     ),
     Fault(
         "a private folder that was put back keeps its key",
-        "hf_dpopt/run/log.py",
+        "hf_dpopt/run/run_log.py",
         "            self.keys.destroy(chain.chain_id)\n",
         "            pass\n",
         (f"{ROLLBACK}::test_a_private_folder_that_was_put_back_gets_a_fresh_key",),
@@ -335,7 +335,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a step may be charged twice",
-        "hf_dpopt/run/log.py",
+        "hf_dpopt/run/run_log.py",
         "        if chain is not None and step <= chain.reached:",
         "        if False:",
         (f"{LOG}::test_a_step_is_charged_once",),
@@ -349,7 +349,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "the self-check leaves out the padding",
-        "hf_dpopt/self_check/checks.py",
+        "hf_dpopt/self_check/made_up_checks.py",
         "            if columns.is_padded and _has_positions_for_padding(losses, batch):\n",
         "            if False:\n",
         ("tests/self_check/test_self_check.py::test_what_is_not_is_refused_by_name",),
@@ -363,7 +363,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "draws that a batch shares are not looked for",
-        "hf_dpopt/self_check/checks.py",
+        "hf_dpopt/self_check/made_up_checks.py",
         "            _check_shared_draws(probe, batch)\n",
         "            pass\n",
         ("tests/self_check/test_self_check.py::test_what_is_not_is_refused_by_name",),
@@ -558,7 +558,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a user's rows clipped one by one",
-        "hf_dpopt/users/batches.py",
+        "hf_dpopt/users/user_batches.py",
         "= tuple(sizes), weight, are_users",
         "= (1,) * len(records), weight, are_users",
         finding=CLIP,

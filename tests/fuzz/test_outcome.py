@@ -6,7 +6,7 @@ import pytest
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.run.keys import new_chain, private_dir
-from hf_dpopt.run.log import RunLog
+from hf_dpopt.run.run_log import RunLog
 from tests.fuzz.outcome import Case, outcome_of
 
 

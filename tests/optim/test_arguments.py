@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hf_dpopt.optim import OPTIMIZERS, DPAdaGrad, DPAdamBC, DPAdamW, DPRMSProp
-from hf_dpopt.optim.arguments import optimizer_from_arguments
 from hf_dpopt.optim.galore import DPGaLore
+from hf_dpopt.optim.stock_options import optimizer_from_arguments
 
 ADAM = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6}
 

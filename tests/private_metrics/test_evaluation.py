@@ -14,7 +14,7 @@ from transformers import EarlyStoppingCallback
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError
 from hf_dpopt.huggingface import evaluation
-from hf_dpopt.plan.evaluation import EvaluationBudget, epsilon_of
+from hf_dpopt.plan.evaluation_budget import EvaluationBudget, epsilon_of
 from hf_dpopt.records.scores import Scores
 from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.verify import verify

@@ -16,7 +16,7 @@ from hf_dpopt.clipping.units import Units
 from hf_dpopt.plan.private_metrics import PrivateMetrics
 from hf_dpopt.records.losses import RecordLosses
 from hf_dpopt.run.metrics import quantile_of
-from hf_dpopt.users.batches import UserInParts, UsersBatch
+from hf_dpopt.users.user_batches import UserInParts, UsersBatch
 from tests import tiny
 
 BOUND = {"loss_bound": 1.5}

@@ -11,8 +11,8 @@ import pytest
 from scipy import optimize, stats
 
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.convex.head_plan import HeadConfig, make_head_plan
 from hf_dpopt.convex.last_iterate import ProjectedSGD, last_iterate_epsilon, plateau
-from hf_dpopt.convex.plan import HeadConfig, make_head_plan
 from recipes.paper.convergent import lower_bound as module
 from recipes.paper.convergent.lower_bound import (
     ERROR,

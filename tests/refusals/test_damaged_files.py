@@ -14,7 +14,7 @@ from hf_dpopt import DPConfigError
 from hf_dpopt.cli import app
 from hf_dpopt.cli.doctor import show_health
 from hf_dpopt.common.errors import DPBudgetExceeded
-from hf_dpopt.convex import HeadConfig, HeadRun, compute_features, make_head_plan, training
+from hf_dpopt.convex import HeadConfig, HeadRun, compute_features, head_training, make_head_plan
 from hf_dpopt.report import read_report
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.sampling import SAMPLERS
@@ -168,7 +168,7 @@ def heads(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         patch.setattr(PoissonSampler, "draw", draw_twice)
-        patch.setattr(training, "SAVE_EVERY", -1.0)
+        patch.setattr(head_training, "SAVE_EVERY", -1.0)
         _head(folder / "killed").train(*HEAD_DATA, 2)
     shutil.copytree(folder / "killed", folder / "returned")
     weights = _head(folder / "returned").train(*HEAD_DATA, 2)

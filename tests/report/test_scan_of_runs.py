@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.huggingface.release import ReleaseGuard
+from hf_dpopt.huggingface.release_guard import ReleaseGuard
 from hf_dpopt.run.checkpoint import UNPUBLISHED
 from tests import tiny
 

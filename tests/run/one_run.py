@@ -8,8 +8,8 @@ from typing import Any
 
 from hf_dpopt.run.checkpoint import Manifest, clean
 from hf_dpopt.run.keys import Chain, new_chain, private_dir
-from hf_dpopt.run.log import RunLog
 from hf_dpopt.run.resume import Resume, decide
+from hf_dpopt.run.run_log import RunLog
 
 PLAN: dict[str, Any] = {"noise_multiplier": 0.7, "sizes": (1, 2), "num_steps": 198, "target_epsilon": 8.0}
 

@@ -19,7 +19,7 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.run.checkpoint import write_manifest
 from hf_dpopt.run.keys import fixed_chain
 from hf_dpopt.run.ledger import LEDGER, Ledger
-from hf_dpopt.run.log import LOG, find_run
+from hf_dpopt.run.run_log import LOG, find_run
 from hf_dpopt.verify.chain import read_ledger
 from tests.adversary.forging import records_of, write
 from tests.run.one_run import PLAN, Run

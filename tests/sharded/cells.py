@@ -33,7 +33,7 @@ from hf_dpopt.postprocess import IndependentNoise
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.records.losses import RecordLosses
 from hf_dpopt.run.stages import Stages
-from hf_dpopt.users.batches import UsersBatch
+from hf_dpopt.users.user_batches import UsersBatch
 from tests import tiny
 
 KEY = "22" * 32

@@ -16,8 +16,8 @@ from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.plan.release import EarlierRun
 from hf_dpopt.plan.tuning import share_of_a_run
 from hf_dpopt.report import RunFacts, render_statement
-from hf_dpopt.verify.events import Mechanism
 from hf_dpopt.verify.outcome import Unknown
+from hf_dpopt.verify.plan_events import Mechanism
 from hf_dpopt.verify.reading import Fields
 from tests.report.conftest import make_facts, plan  # noqa: F401  # fixtures
 

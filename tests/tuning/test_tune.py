@@ -20,7 +20,7 @@ from hf_dpopt.report import read_report
 from hf_dpopt.run.dataset_ledger import DatasetLedger
 from hf_dpopt.run.keys import private_dir
 from hf_dpopt.run.ledger import Ledger
-from hf_dpopt.run.log import RunLog
+from hf_dpopt.run.run_log import RunLog
 from hf_dpopt.tuning import search
 from hf_dpopt.tuning.command import Command, check_space
 from hf_dpopt.tuning.search import Candidate, RunFailed, Tuning

@@ -13,8 +13,8 @@ import peft
 import torch
 
 from hf_dpopt.convex.features import clip_features
-from hf_dpopt.convex.plan import HeadConfig, make_head_plan
-from hf_dpopt.convex.training import HeadRun
+from hf_dpopt.convex.head_plan import HeadConfig, make_head_plan
+from hf_dpopt.convex.head_training import HeadRun
 from tests import tiny
 
 REPORTS = Path(__file__).with_name("reports")

@@ -12,7 +12,7 @@ from hf_dpopt.common.checks import check_at_most, check_count
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.common.refusal import Refusal, refuses
 from hf_dpopt.huggingface.inputs import TrainerInputs
-from hf_dpopt.plan.bounds import MAX_UNITS
+from hf_dpopt.plan.size_limits import MAX_UNITS
 from hf_dpopt.records.overlap import TrainingRows
 
 BUDGET = ("eval_target_epsilon", "eval_target_delta", "eval_times", "eval_loss_bound")  # of a private set

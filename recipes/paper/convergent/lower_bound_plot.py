@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.convex.head_plan import HeadConfig, HeadPlan, make_head_plan
 from hf_dpopt.convex.last_iterate import last_iterate_epsilon
-from hf_dpopt.convex.plan import HeadConfig, HeadPlan, make_head_plan
 from recipes.paper.convergent.lower_bound import last_iterate_lower_epsilons
 from recipes.paper.runs import experiment, panels, save
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from hf_dpopt.accounting.calibrate import calibrate_noise_multiplier
+from hf_dpopt.convex.head_training import gradient_sum, projected
 from hf_dpopt.convex.last_iterate import ProjectedSGD, calibrate_last_iterate, last_iterate_epsilon
-from hf_dpopt.convex.training import gradient_sum, projected
 
 FAR = 1e9  # diameter of a domain that bounds nothing: SGD without projection, accounted by plain composition
 

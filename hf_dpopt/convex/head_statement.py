@@ -10,8 +10,8 @@ from pathlib import Path
 
 from hf_dpopt.accounting.attacker import no_protection
 from hf_dpopt.common.durable import write_durably
-from hf_dpopt.convex.plan import HeadPlan
-from hf_dpopt.convex.subspace import SubspaceHeadPlan
+from hf_dpopt.convex.head_plan import HeadPlan
+from hf_dpopt.convex.subspace_plan import SubspaceHeadPlan
 from hf_dpopt.report.facts import collect_versions
 from hf_dpopt.report.report import FOLDER, STATEMENT
 from hf_dpopt.report.statement import fill, round_up

@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_dpopt.cli.show import print_facts, print_json
 from hf_dpopt.common.checks import check_count
-from hf_dpopt.convex.plan import MAX_NOISE_RADII, HeadConfig, HeadPlan, make_head_plan
+from hf_dpopt.convex.head_plan import MAX_NOISE_RADII, HeadConfig, HeadPlan, make_head_plan
 from hf_dpopt.report.statement import round_up
 
 

@@ -19,15 +19,15 @@ from tqdm.auto import tqdm
 from hf_dpopt.common import collectives
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.convex.adagrad import SubspaceDescent
-from hf_dpopt.convex.gradients import gradient_sum
-from hf_dpopt.convex.plan import HeadConfig, HeadPlan
+from hf_dpopt.convex.head_plan import HeadConfig, HeadPlan
+from hf_dpopt.convex.head_statement import write_statement
+from hf_dpopt.convex.softmax_gradients import gradient_sum
 from hf_dpopt.convex.state import HeadState, check_shape
-from hf_dpopt.convex.statement import write_statement
-from hf_dpopt.convex.subspace import SubspaceHeadPlan
+from hf_dpopt.convex.subspace_plan import SubspaceHeadPlan
 from hf_dpopt.randomness.cipher import NoiseSource, make_noise_source, source_of
 from hf_dpopt.run.keys import Chain, new_chain, private_dir, private_folder
 from hf_dpopt.run.ledger import LEDGER
-from hf_dpopt.run.log import RunLog, find_run
+from hf_dpopt.run.run_log import RunLog, find_run
 
 INTERMEDIATE = ("checkpoint-*", "trainer_state.json", "optimizer.pt", "runs")  # of finetuning runs
 SAVE_EVERY = 20.0  # seconds, of the state that a crashed run goes on from

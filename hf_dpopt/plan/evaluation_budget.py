@@ -22,7 +22,7 @@ from hf_dpopt.accounting.delta import resolve_delta
 from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.plan.bounds import check_budget
+from hf_dpopt.plan.size_limits import check_budget
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,9 +26,9 @@ from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.evaluation import EvaluationGuard
 from hf_dpopt.huggingface.planning import PlannedRun, to_train
 from hf_dpopt.huggingface.session import TrainingSession
-from hf_dpopt.huggingface.storage import found_by, open_log
-from hf_dpopt.plan.meaning import meaning_of_plan
+from hf_dpopt.huggingface.storage_faults import found_by, open_log
 from hf_dpopt.plan.plan import PrivacyPlan
+from hf_dpopt.plan.privacy_profile import meaning_of_plan
 from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.plan.vetting import unvetted_stages
 from hf_dpopt.randomness.cipher import FastGaussian, source_of
@@ -38,8 +38,8 @@ from hf_dpopt.report.release_scan import ALLOWED_NAMES, LINK, UNCHECKED, refuse_
 from hf_dpopt.report.report import read_report, write_report
 from hf_dpopt.run.checkpoint import UNPUBLISHED
 from hf_dpopt.run.dataset_ledger import charged_to
-from hf_dpopt.run.log import Found
 from hf_dpopt.run.run import PrivacySpent, spent_for
+from hf_dpopt.run.run_log import Found
 from hf_dpopt.self_check.padding import tokenizer_of
 
 WEIGHTS = (".safetensors", ".bin", ".index.json")  # ends of the names of weights and adapters

@@ -18,7 +18,7 @@ from scipy import stats
 from hf_dpopt.verify.matrices import ROUNDING, Strategy
 from hf_dpopt.verify.outcome import Contradiction, Unknown
 from hf_dpopt.verify.reading import Fields
-from hf_dpopt.verify.sensitivity import Uses, by_formula
+from hf_dpopt.verify.strategy_sensitivity import Uses, by_formula
 
 BINS = "balls_in_bins"
 Leaves = list[tuple[DpEvent, int]]

@@ -11,7 +11,7 @@ from hf_dpopt.common.disk_faults import find_fault
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, DPStorageError
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.run.keys import default_private_dir, private_dir
-from hf_dpopt.run.log import Found, RunLog, find_run
+from hf_dpopt.run.run_log import Found, RunLog, find_run
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 NOTHING = "Nothing is charged."

@@ -24,7 +24,7 @@ from hf_dpopt.convex.last_iterate import (
     last_iterate_epsilon,
     plateau,
 )
-from hf_dpopt.plan.bounds import check_budget, check_sizes
+from hf_dpopt.plan.size_limits import check_budget, check_sizes
 from hf_dpopt.sampling import SAMPLERS
 from hf_dpopt.sampling.sampler import Sampler
 

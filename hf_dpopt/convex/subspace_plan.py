@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 from hf_dpopt.accounting.events import flatten
 from hf_dpopt.common.checks import check_count, check_positive
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.convex.head_plan import HeadConfig
 from hf_dpopt.convex.last_iterate import ADJACENCY
-from hf_dpopt.convex.plan import HeadConfig
 from hf_dpopt.noise import IdentityStrategy
 from hf_dpopt.plan.release import Release
 from hf_dpopt.sampling import SAMPLERS

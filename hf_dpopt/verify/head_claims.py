@@ -19,8 +19,8 @@ from scipy import stats
 from hf_dpopt.verify import claims, epsilons
 from hf_dpopt.verify.chain import LedgerFile
 from hf_dpopt.verify.claims import Report
-from hf_dpopt.verify.events import Leaves, on_sample
 from hf_dpopt.verify.outcome import OK, Check, Contradiction, Unknown, attempt
+from hf_dpopt.verify.plan_events import Leaves, on_sample
 from hf_dpopt.verify.reading import Fields, read_regular
 
 SAME = 1e-9  # relative, of numbers that follow from others

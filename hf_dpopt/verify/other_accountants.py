@@ -29,8 +29,8 @@ from scipy.special import log_ndtr, ndtr, ndtri
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.extras import import_extra
-from hf_dpopt.verify.events import MOVES, Leaves
 from hf_dpopt.verify.outcome import Inapplicable, Unknown
+from hf_dpopt.verify.plan_events import MOVES, Leaves
 
 TOLERANCE = 1e-3  # relative, by which a claim may lie below a recomputed value: grids differ
 SLACK = 1e-5  # absolute, for an epsilon near 0

@@ -6,12 +6,12 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from hf_dpopt.common.checks import check_count, check_mapping
-from hf_dpopt.convex.plan import HeadConfig
+from hf_dpopt.convex.head_plan import HeadConfig
 from hf_dpopt.convex.refusals import SUBSPACE, check_convex_arguments
-from hf_dpopt.convex.subspace import SubspaceHeadConfig
+from hf_dpopt.convex.subspace_plan import SubspaceHeadConfig
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
-from hf_dpopt.plan.bounds import steps_of
 from hf_dpopt.plan.options import HeadOptions
+from hf_dpopt.plan.size_limits import steps_of
 
 BATCH = 1024
 
