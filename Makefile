@@ -30,7 +30,7 @@ PINS := $(VENV)/constraints.txt
 # The tests of `make check`: the contracts of all registered parts, and refusals, are what a change breaks first. They cost half
 # a minute of two cores, to collect them included; to collect all fast tests alone costs as much.
 CHECKED := tests/contract tests/proofs tests/records tests/sampling tests/refusals/test_arguments.py \
-    tests/refusals/test_models.py tests/test_args.py tests/test_budget.py tests/test_clipping.py tests/test_run.py
+    tests/refusals/test_models.py tests/huggingface/test_args.py tests/run/test_budget.py tests/grads/test_clipping.py tests/run/test_run.py
 # Only local files are read while our code runs: nothing a run does may depend on, or tell, a server.
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 HF_EVALUATE_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # Compiled files are kept, also where the environment says otherwise: they are a third of the start.
@@ -82,11 +82,11 @@ frozen: env  ## compare plans, statements, noise and released gradients with the
 package:  ## build sdist and wheel, install the wheel in a bare environment of PYTHON, and run it there; needs a registry
 	$(PYTHON) -m tests.bare_install --python $(PYTHON) --torch '$(TORCH)' --folder build/bare
 
-lint: env  ## ruff, mypy, the order of imports (tests/test_house.py) and the words (tests/test_words.py)
+lint: env  ## ruff, mypy, the order of imports (tests/house/test_house.py) and the words (tests/house/test_words.py)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(OFFLINE) $(BIN)/python -m pytest -q tests/test_house.py tests/test_words.py
+	$(OFFLINE) $(BIN)/python -m pytest -q tests/house/test_house.py tests/house/test_words.py
 
 format: env  ## let ruff rewrite the code
 	$(BIN)/ruff check --fix .

@@ -1,6 +1,6 @@
 """Checks how the package speaks: docstrings, `Args:`, names of functions, error messages, and words of our own making.
 
-tests/test_words.py, a part of `make lint`, refuses what breaks a rule, save in the packages that `NOT_YET` lists.
+tests/house/test_words.py, a part of `make lint`, refuses what breaks a rule, save in the packages that `NOT_YET` lists.
 
     python -m tests.words               counts what breaks a rule, by package
     python -m tests.words noise run     lists it, for these packages or files (users/training.py, say)

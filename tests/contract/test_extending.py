@@ -20,7 +20,7 @@ from hf_dpopt.optim import OPTIMIZERS
 from hf_dpopt.sampling import SAMPLERS, Sampler
 from tests import tiny
 from tests.contract import noise, optimizers, postprocess, rules, sampling
-from tests.test_correlated_training import run_and_die_everywhere, trainer
+from tests.huggingface.test_correlated_training import run_and_die_everywhere, trainer
 
 REGISTRIES = (MECHANISMS, _BY_NAME, SAMPLERS, RULES, OPTIMIZERS)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.faults.plant import Fault
 
-BUDGET = "tests/test_budget.py"
-TRAINER = "tests/test_trainer.py"
+BUDGET = "tests/run/test_budget.py"
+TRAINER = "tests/huggingface/test_trainer.py"
 LOSSES = "tests/records/test_losses.py"
 LOG = "tests/run/test_log.py"
 REFUSED_MODELS = "tests/refusals/test_models.py"
@@ -191,7 +191,7 @@ FAULTS: tuple[Fault, ...] = (
         "hf_dpopt/randomness/framework.py",
         "    torch.set_rng_state(state)\n\n",
         "\n",
-        ("tests/test_framework_rng.py::test_steps_whose_keys_share_32_bits_have_other_masks",),
+        ("tests/randomness/test_framework_rng.py::test_steps_whose_keys_share_32_bits_have_other_masks",),
     ),
     Fault(
         "dynamic rotary embeddings are looked for at the top of a config only",
@@ -242,7 +242,7 @@ FAULTS: tuple[Fault, ...] = (
         "hf_dpopt/clipping/thresholds.py",
         "return (bound / norms_B).clamp(max=1.0)",
         "return torch.ones_like(norms_B)",
-        (LEAVE_ONE_OUT, "tests/test_clipping.py::test_no_record_exceeds_the_bound"),
+        (LEAVE_ONE_OUT, "tests/grads/test_clipping.py::test_no_record_exceeds_the_bound"),
         CLIP,
     ),
     Fault(
@@ -250,14 +250,14 @@ FAULTS: tuple[Fault, ...] = (
         "hf_dpopt/clipping/thresholds.py",
         "return self.clipping_norm / math.sqrt(num_groups)",
         "return self.clipping_norm",
-        ("tests/test_clipping.py::test_per_layer_bounds_the_whole_record",),
+        ("tests/grads/test_clipping.py::test_per_layer_bounds_the_whole_record",),
     ),
     Fault(
         "the sensitivity of replaced records is that of removed ones",
         "hf_dpopt/common/adjacency.py",
         '"replace_one": 2.0}',
         '"replace_one": 1.0}',
-        ("tests/test_clipping.py::test_neighbours_reach_the_sensitivity_and_not_more",),
+        ("tests/grads/test_clipping.py::test_neighbours_reach_the_sensitivity_and_not_more",),
     ),
     Fault(
         "the sum is divided by the records that were drawn",
@@ -401,7 +401,7 @@ FAULTS: tuple[Fault, ...] = (
         "hf_dpopt/randomness/framework.py",
         "    seed = os.urandom(KEY_BYTES)\n    random.seed(seed)",
         "    return\n    random.seed(seed)",
-        ("tests/test_framework_rng.py::test_the_system_s_seed_leaves_nothing_of_the_public_one",),
+        ("tests/randomness/test_framework_rng.py::test_the_system_s_seed_leaves_nothing_of_the_public_one",),
     ),
     Fault(
         "the exact loss is logged",

@@ -10,7 +10,7 @@ import pytest
 
 from recipes.glue import parse
 
-_FILE = Path(__file__).parents[1] / "benchmarks" / "speedrun.py"
+_FILE = Path(__file__).parents[2] / "benchmarks" / "speedrun.py"
 _SPEC = importlib.util.spec_from_file_location("speedrun", _FILE)
 speedrun = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(speedrun)

@@ -13,7 +13,7 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.huggingface.demo import DIGITS, Demo, Sizes, make_notes, make_tokenizer, run
 from hf_dpopt.verify import verify
 
-REPO = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
 SMALL = Sizes(records=300, secrets=3, copies=4, stock_epochs=1, private_epochs=1, width=16, layers=1)
 
 

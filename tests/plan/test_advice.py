@@ -231,7 +231,7 @@ def test_outlook_of_correlated_noise_tells_steps_from_the_run():
 @pytest.mark.slow
 def test_the_useful_steps_of_the_documentation_are_those_of_the_rule():
     """Each row of the table in docs/choosing.md: kind, steps, batch, epsilon and what the steps are worth."""
-    text = (Path(__file__).parents[1] / "docs" / "choosing.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "choosing.md").read_text()
     row = re.compile(r"^\| (full|LoRA)[^|]*\| ([\d,]+), (\d+), (\d+)[^|]*\| (\d+) \|", re.MULTILINE)
     found = row.findall(text)
     assert len(found) == 7

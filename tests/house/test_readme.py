@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
 README = REPO / "README.md"
 LANGUAGES = {"python": [sys.executable, "-c"], "bash": ["bash", "-euo", "pipefail", "-c"]}
 NOT_LINKED = {".git", "runs", "build", "dist"}

@@ -17,7 +17,7 @@ from transformers import BertTokenizer
 
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from tests import tiny
-from tests.test_packaging import instructions
+from tests.house.test_packaging import instructions
 from tests.two_nodes import unshare
 
 slow = pytest.mark.slow

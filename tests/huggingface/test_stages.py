@@ -18,9 +18,9 @@ from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.preclip import ScaleThenPrivatize
 from hf_dpopt.run.stages import RELEASED_STATE
 from tests import tiny
+from tests.huggingface.test_correlated_training import run_and_die_everywhere
+from tests.huggingface.test_correlated_training import trainer as base_trainer
 from tests.reference import clipping as reference
-from tests.test_correlated_training import run_and_die_everywhere
-from tests.test_correlated_training import trainer as base_trainer
 
 DP2 = {"preconditioner": "dp2_rmsprop", "preconditioner_kwargs": {"delay": 2, "clipping_norm": 3.0}}
 PUBLIC = [tiny.records(80)[i] for i in range(64, 80)]

@@ -18,7 +18,7 @@ from recipes import glue
 
 pytestmark = pytest.mark.slow
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 WRITES = "import json; json.dump(dict(steps=[], n=1), open('{output}', 'w'))"
 FIELDS = {
     "item",
