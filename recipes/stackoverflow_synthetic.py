@@ -119,7 +119,8 @@ def _examples(rng: np.random.Generator, num_rows: int, words: list[str], tags: l
             "score": length,
             "tags": "|".join(dict.fromkeys(tags[k] for k in own)),
             "title": f"{words[topic]} {words[numbers[0]]} ?",
-            "tokens": " ".join([words[i] for i in numbers[:length]]),
+            # or an end would be the likeliest word of all, and a model that knows frequencies alone never right
+            "tokens": " ".join([*(words[i] for i in numbers[: length - 1]), words[0]]),
             "type": "question",
         })  # fmt: skip
 
