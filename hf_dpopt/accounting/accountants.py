@@ -215,7 +215,7 @@ def rdp_epsilon(composition: Composition, delta: float, adjacency: str, relative
 def selection_epsilon(
     composition: Composition, delta: float, adjacency: str, relative_error: float = FINE
 ) -> float | None:
-    """Best of a random number of runs, from the privacy profile of one; see `selection.profile_epsilon`."""
+    """Best of a random number of runs, from the privacy profile of one; see `best_of_runs.profile_epsilon`."""
     selected = events.selected_run(composition)
     if selected is None:
         return None

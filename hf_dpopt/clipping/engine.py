@@ -117,7 +117,7 @@ class ClippingEngine(abc.ABC):
 
     @contextlib.contextmanager
     def leaving_out(self) -> Iterator[None]:
-        """Add nothing inside the context, whatever the records are: a rank that has none takes part that way."""
+        """Contribute zero inside the context, so that idle ranks can join collectives."""
         self._leaves_out = True
         try:
             yield

@@ -59,7 +59,7 @@ def goe_sensitivity(num_participations: int, clipping_norm: float, adjacency: st
     Args:
         num_participations: p, the most steps that one record takes part in; >= 1.
         clipping_norm: C, bound on the change of one u_s (a sum of clipped gradients, not their mean); > 0.
-        adjacency: a key of `clipping.SENSITIVITY_FACTOR`.
+        adjacency: a key of `hf_dpopt.common.adjacency.SENSITIVITY_FACTOR`.
 
     Raises:
         DPConfigError: for values out of range.
@@ -85,7 +85,7 @@ def goe_zcdp(releases: Sequence[GoeRelease], *, clipping_norm: float, adjacency:
     Args:
         releases: releases of the run, in any order.
         clipping_norm: C, as for `goe_sensitivity`.
-        adjacency: relation of neighbouring datasets, a key of `clipping.SENSITIVITY_FACTOR`.
+        adjacency: relation of neighbouring datasets, a key of `hf_dpopt.common.adjacency.SENSITIVITY_FACTOR`.
 
     References:
         Bun and Steinke (2016), arXiv:1605.02635, Prop. 1.6 (Gaussian mechanism) and Lemma 1.7 (composition).
@@ -113,7 +113,7 @@ def goe_budget(
         gradient_noise_multiplier: stddev / sensitivity of the noise in the gradients; unitless, >= 0.
         num_participations: largest number of steps of the run that one record takes part in, >= 1.
         delta: delta of the whole run, in (0, 1).
-        adjacency: relation of neighbouring datasets, a key of `clipping.SENSITIVITY_FACTOR`.
+        adjacency: relation of neighbouring datasets, a key of `hf_dpopt.common.adjacency.SENSITIVITY_FACTOR`.
     """
     check_noise_multiplier(gradient_noise_multiplier)
     check_count("num_participations", num_participations)

@@ -65,8 +65,8 @@ class DPTrainerMixin(_Trainer):
             columns that the model does not read if ``remove_unused_columns=False``.
         public_dataset: records like those of train_dataset that are public, labels included; for what learns from
             them (``preconditioner="adadps"``).
-        preclip: a preconditioner of one's own, in place of the one that the arguments name.
-        postprocess: maps of the noisy mean gradient of one's own, after those of the arguments.
+        preclip: custom preconditioner; overrides `args.preconditioner`.
+        postprocess: extra transforms of the noised gradient, applied last.
         *args, **kwargs: arguments of the Trainer; `args` must be `DPTrainingArguments`.
 
     Raises:

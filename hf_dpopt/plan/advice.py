@@ -20,7 +20,7 @@ The rules, and where they are from:
 * **Schedule**: linear to 0 after a warm-up of 6 %, where that is two steps (a single one would have the rate 0). The
   last weights are the result: with a rate that falls to 0 they are an average already.
 * **Noise**: independent for adaptive optimizers; correlated noise with SGD, whose map from gradients to weights it is
-  tuned for (docs/mechanisms.md). Where it was ahead with SGD is told beside the advice (`hf_dpopt.plan.measured`).
+  tuned for (docs/mechanisms.md).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class TrainingJob:
         check_choice("kind", self.kind, tuple(SIGNAL))
         check_choice("objective", self.objective, ("classification", "generation"))
         if not isinstance(self.has_trained_head, bool):
-            raise DPConfigError(f"has_trained_head={shown(self.has_trained_head)} is no answer. Use True or False.")
+            raise DPConfigError(f"has_trained_head={shown(self.has_trained_head)} must be True or False.")
 
     def steps_of(self, batch: int) -> int:
         """Optimizer steps of the passes in batches of this size, counted as the Trainer does."""

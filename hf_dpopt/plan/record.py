@@ -30,7 +30,7 @@ class PlanRecord(ReleaseRecord):
         expected_batch_size, clipping, clipping_norm, noise_mechanism, noise_kwargs, noise_restart_every,
             target_epsilon, allow_large_delta: options of the config, without "auto".
         noise_at_changes: the same, where correlated noise goes on when scales change; None where it starts anew.
-        delta: delta of the guarantee; None in a plan that anybody may have written, see `hf_dpopt.run`.
+        delta: delta of the guarantee; None in a plan that anybody may have written, see `hf_dpopt.run.earlier`.
         noise_multiplier: noise stddev / sensitivity; unitless.
         preclip: `Preclip.parameters`.
         private_metrics: `PrivateMetrics.parameters`; None without.
