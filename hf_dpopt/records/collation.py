@@ -62,6 +62,8 @@ def is_known(collator: Any) -> bool:
     tokenizer = getattr(collator, "tokenizer", None)
     if type(collator).__name__ == "DataCollatorForSeq2Seq" and getattr(tokenizer, "padding_side", "right") == "left":
         return False  # it pads targets on the left, too, and a decoder reads them from there
+    if getattr(collator, "padding_free", False) or getattr(collator, "return_position_ids", False):
+        return False  # TRL counts positions over the whole batch then
     kind = collator if isinstance(collator, type) or hasattr(collator, "__name__") else type(collator)
     return getattr(kind, "__name__", None) in KNOWN.get(getattr(kind, "__module__", ""), ())
 
@@ -110,7 +112,9 @@ class Collation:
         usable = [(i, row) for i, record in enumerate(records) if (row := self._fitted_or_none(record)) is not None]
         if not usable:
             return []
-        found = (self._together(usable) if self.is_known else None) or self._one_by_one(usable)
+        # Of objects that are no mappings, the stock collator takes columns and types from the first of a batch.
+        is_known = self.is_known and all(isinstance(row, Mapping) for _, row in usable)
+        found = (self._together(usable) if is_known else None) or self._one_by_one(usable)
         return [Part(self.place(part.batch), part.places) for part in found]
 
     def fitted(self, record: Any) -> Any:

@@ -99,8 +99,11 @@ class _Known:
         if not num_rows:
             return False
         needed = share * num_rows * self.share_read
-        if self.share_read < 1 and needed < ENOUGH:
-            return False
+        if self.share_read < 1:
+            half = HALF * num_rows * self.share_read
+            if share >= HALF and half < ENOUGH:
+                return False
+            needed = max(needed, min(ENOUGH, half))  # of a few rows, a tenth may be chance
         columns = [(key[1], hashes) for key, (hashes, _) in table.items() if key[1] != "scalar"]
         pairs = [(known, hashes) for kind, hashes in columns for of, known in self._carriers if of == kind]
         if not self._carriers:
@@ -345,10 +348,18 @@ def hashes_of(rows: Sequence[Any]) -> dict[Key, Hashes]:
 def content_of(row: Any) -> dict[Key, bytes]:
     """Return the content of a row, by field."""
     found: dict[Key, list[bytes]] = {}
-    fields = row if isinstance(row, Mapping) else dict(enumerate(row)) if isinstance(row, (tuple, list)) else {"": row}
-    for name, value in fields.items():
+    for name, value in _fields(row).items():
         _collect(str(name), value, found, is_scalar=True)
     return {key: parts[0] if len(parts) == 1 else b"".join(parts) for key, parts in found.items()}
+
+
+def _fields(row: Any) -> Mapping[Any, Any]:
+    if isinstance(row, Mapping):
+        return row
+    if isinstance(row, (tuple, list)):
+        return dict(enumerate(row))
+    is_values = hasattr(row, "__array__") or hasattr(row, "__array_interface__")  # a tensor, an image
+    return vars(row) if hasattr(row, "__dict__") and not is_values else {"": row}
 
 
 def _collect(name: str, value: Any, found: dict[Key, list[bytes]], *, is_scalar: bool) -> None:

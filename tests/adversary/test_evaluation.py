@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,7 @@ TRAINING: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
     "a list": list,
     "a torch dataset": lambda r: Wrapped(r),
     "a ConcatDataset": lambda r: ConcatDataset([table(r[:90]), Wrapped(r[90:])]),
+    "objects": lambda r: [types.SimpleNamespace(**x) for x in r],
     "tuples": lambda r: [(torch.tensor(x["input_ids"]), x["label"]) for x in r],
     "a lazy transform": lambda r: table([{"text": " ".join(map(chr, (x + 60 for x in q["input_ids"])))} for q in r])
     .with_transform(lambda b: {"input_ids": [[ord(c) - 60 for c in t.split()] for t in b["text"]]}),
@@ -142,6 +144,18 @@ def test_whatever_the_training_set_is_made_of(kind):
     copies = [rows(), table(rows()), Wrapped(rows()), list(known.dataset)[10:20], Subset(known.dataset, [4])]
     assert [known.make_up(x) for x in copies] == [True] * 5
     assert [known.make_up(x) for x in (rows(50, 8), table(rows(50, 8)), Wrapped(rows(50, 8)), None)] == [False] * 4
+
+
+@pytest.mark.parametrize("num", [20, 60])
+def test_a_part_of_the_training_set_finds_public_records_that_are_all_copies(num, monkeypatch):
+    """A set that is too large to be read whole: a tenth of few public records is below what chance would make."""
+    from hf_dpopt.records import overlap
+
+    read = overlap._read
+    monkeypatch.setattr(overlap, "_read", lambda found, *rest: read([(d, r[::2]) for d, r in found], *rest))
+    training = overlap.TrainingRows(Wrapped(rows(200, 1)))
+    assert training.make_up(rows(200, 1)[:num], 0.1)
+    assert not training.make_up(rows(num, 8), 0.1)
 
 
 ALLOWED: dict[str, Callable[[datasets.Dataset], Any]] = {
