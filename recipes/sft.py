@@ -16,8 +16,7 @@ printed before and after training.
 
 from __future__ import annotations
 
-import gzip
-import json
+import importlib.util
 import sys
 import time
 from dataclasses import dataclass, field
@@ -28,12 +27,16 @@ if __name__ == "__main__":  # run as a script: the repository root is not on the
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     import recipes  # noqa: F401  first of all: it names missing packages and quiets imports
 
+    if importlib.util.find_spec("trl") is None:
+        sys.exit("error: recipes/sft.py needs the package trl. Run: pip install 'hf-dpopt[chat]'")
+
 from datasets import Dataset
-from transformers import GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from hf_dpopt import DPConfigError, DPSFTConfig, DPSFTTrainer
-from recipes import processes, running
+from recipes import hub, models, options, processes, running
 from recipes.embedded.chats import build_smollm2, read_chats
+from recipes.tables import TEXT_EXTENSIONS, columns_in, read_table
 
 from trl import ModelConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config  # isort: skip
 
@@ -43,7 +46,7 @@ EMBEDDED = {
     "use_peft": True, "lora_r": 8, "lora_target_modules": "all-linear", "completion_only_loss": True,
     "data_dependent_preprocessing": "none: public model and chat template",
 }  # fmt: skip
-LAYOUTS = ({"messages"}, {"prompt", "completion"}, {"text"})
+LAYOUTS = (("messages",), ("prompt", "completion"), ("text",))
 SHOWN, NEW_TOKENS = 3, 48
 
 
@@ -51,7 +54,7 @@ SHOWN, NEW_TOKENS = 3, 48
 class DataArguments:
     """Which conversations."""
 
-    train_file: str | None = field(default=None, metadata={"help": "JSON lines, optionally .gz; one record a line."})
+    train_file: str | None = field(default=None, metadata={"help": "jsonl, json, csv or parquet; one record a row."})
     validation_file: str | None = field(default=None, metadata={"help": "The same, held out; for loss and answers."})
     max_train_samples: int | None = field(default=None, metadata={"help": "Use the first N records only."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "The same for the held-out records."})
@@ -69,6 +72,11 @@ def main(argv: list[str]) -> None:
         with training_args.main_process_first(desc="unpacking the model"):
             folder = Path(training_args.output_dir).absolute().parent / "smollm2-135m-instruct"
             model_args.model_name_or_path = str(build_smollm2(folder))
+    hub.load(
+        f"The configuration of {model_args.model_name_or_path!r}", AutoConfig.from_pretrained,
+        model_args.model_name_or_path, fix=models.FIX, revision=model_args.model_revision,
+        trust_remote_code=training_args.trust_remote_code,
+    )  # fmt: skip
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "trust_remote_code": training_args.trust_remote_code,
@@ -109,21 +117,30 @@ def parse(argv: list[str]) -> tuple[DataArguments, DPSFTConfig, ModelConfig, boo
     """Arguments of data, training and model; and whether this is the embedded job (no model and no file named).
 
     Raises:
-        DPConfigError: if only one of model and training file is named.
+        DPConfigError: for a flag that there is not, or a value out of range.
     """
-    given = {word.partition("=")[0].removeprefix("--") for word in argv if word.startswith("--")}
+    # TRL reads `--config file`, not `--config=file`; with dashes a flag is the same one
+    argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")}
     is_embedded = not given & {"config", "model_name_or_path", "train_file"}
-    words = list(argv)
+    defaults: dict[str, Any] = {}
     if is_embedded:
-        defaults = {name: value for name, value in EMBEDDED.items() if name not in given}
-        if "non_private" in given:
-            defaults |= {"target_epsilon": None, "learning_rate": 2e-4}
-        words += [word for name, value in defaults.items() if value is not None for word in (f"--{name}", str(value))]
-    parser = TrlParser((DataArguments, DPSFTConfig, ModelConfig))
-    data_args, training_args, model_args = parser.parse_args_and_config(words)
+        defaults = EMBEDDED | ({"target_epsilon": None, "learning_rate": 2e-4} if "non_private" in given else {})
+    elif "config" not in given:
+        defaults = {"output_dir": options.RUNS / f"sft-{time.strftime('%Y%m%d-%H%M%S')}"}
+    words = [word for name, value in defaults.items() if value is not None for word in (f"--{name}", str(value))]
+    parser = TrlParser((DataArguments, DPSFTConfig, ModelConfig), allow_abbrev=False)
+    data_args, training_args, model_args, unknown = parser.parse_args_and_config(
+        [*words, *argv], return_remaining_strings=True
+    )
+    if unknown:
+        raise DPConfigError(f"{unknown[0]}: no flag or key of this recipe. --help lists all flags.")
     if not is_embedded and (data_args.train_file is None or model_args.model_name_or_path is None):
         missing = "train_file" if data_args.train_file is None else "model_name_or_path"
         raise DPConfigError(f"{missing}: missing. Name a model and a training file, or neither for the embedded job.")
+    for name in ("max_train_samples", "max_eval_samples"):
+        if (value := getattr(data_args, name)) is not None and value < 1:
+            raise DPConfigError(f"{name}={value} is not a positive count. Use 1 or more, or leave it out.")
     return data_args, training_args, model_args, is_embedded
 
 
@@ -143,31 +160,42 @@ def load_rows(data_args: DataArguments, is_embedded: bool) -> dict[str, list[dic
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:
-    """Rows of a file of JSON lines.
+    """Rows of a file, all with the same columns.
 
     Raises:
-        DPConfigError: naming the first line that is not a JSON object with one of the layouts.
+        DPConfigError: if it cannot be read; naming the first row that is not a record of one of the layouts.
     """
-    rows = []
-    with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8") as lines:  # type: ignore[operator]
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
-            if not isinstance(row, dict) or not (
-                {"messages", "text"} & set(row) or {"prompt", "completion"} <= set(row)
-            ):
+    table = read_table(path, kinds=TEXT_EXTENSIONS)
+    layout = next((layout for layout in LAYOUTS if set(layout) <= set(table.columns)), None)
+    if layout is None:
+        raise DPConfigError(
+            f"{table.name} has the columns {columns_in(table)}. Needed are `messages`, or `prompt` and `completion`, "
+            "or `text`: rename them."
+        )
+    rows = [dict(zip(table.columns, values, strict=True)) for values in zip(*table.columns.values(), strict=True)]
+    kind = type(rows[0][layout[0]])
+    for i, row in enumerate(rows):
+        for column in layout:
+            if type(row[column]) is not kind or not _is_filled(row[column]):
                 raise DPConfigError(
-                    f"{path}, line {number}: must be a JSON object with `messages`, `prompt` and `completion`, or "
-                    "`text`. Convert the file to JSON lines, one record a line."
+                    f"{table.where(i)}: {column!r} must be a string that is not empty, or a list of messages with "
+                    "`role` and `content`, and of one kind in all rows. Correct the row, or leave it out."
                 )
-            rows.append(row)
-    if not rows:
-        raise DPConfigError(f"{path}: has no records. Name a file with one JSON object a line.")
+            if kind is list:  # a message that only calls tools may have no content
+                row[column] = [{**message, "content": message.get("content") or ""} for message in row[column]]
     return rows
+
+
+def _is_filled(value: Any) -> bool:
+    """Whether a value is a prompt, an answer or a conversation."""
+    if isinstance(value, list):
+        return bool(value) and all(
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and (isinstance(message.get("content"), str) or bool(message.get("tool_calls")))
+            for message in value
+        )
+    return isinstance(value, str) and bool(value.strip())
 
 
 def as_pair(row: dict[str, Any]) -> dict[str, Any]:

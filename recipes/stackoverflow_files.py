@@ -136,10 +136,13 @@ def open_source(path: Path, split: str, folder: Path) -> Source:
 def _unpacked(path: Path, folder: Path) -> Path:
     plain = folder / path.stem
     if not plain.is_file():
-        with lzma.open(path) as packed, _whole(plain) as part, part.open("wb") as file:
-            with tqdm(desc=f"unpacking {path.name}", unit="B", unit_scale=True) as bar:
-                while block := packed.read(2**24):
-                    bar.update(file.write(block))
+        try:
+            with lzma.open(path) as packed, _whole(plain) as part, part.open("wb") as file:
+                with tqdm(desc=f"unpacking {path.name}", unit="B", unit_scale=True) as bar:
+                    while block := packed.read(2**24):
+                        bar.update(file.write(block))
+        except (lzma.LZMAError, EOFError) as error:
+            raise DPConfigError(f"{path} is not a complete lzma file ({error}). Fetch it again.") from None
     return plain
 
 

@@ -97,9 +97,10 @@ class DelayedPreconditioner(DividingByMoment):
 
     def check_steps(self, num_steps: int) -> None:
         if self.delay >= num_steps:
+            fix = "Leave the delay out: it is a tenth of the steps then."
             raise DPConfigError(
-                f"delay={self.delay} leaves no step of {num_steps} that would be preconditioned. Use a tenth of "
-                f"the steps, say: --preconditioner_kwargs '{{\"delay\": {max(1, num_steps // 10)}}}'."
+                f"delay={self.delay} leaves no step of {num_steps} that would be preconditioned. "
+                f"{fix if num_steps > 2 else 'Take more steps, or no preconditioner.'}"
             )
 
     def check_config(self, config: RunOptions) -> None:

@@ -76,19 +76,56 @@ def test_the_same_without_privacy(folder, capsys):
     assert "NONE (--non_private)" in capsys.readouterr().out
 
 
+MESSAGES = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("row", "says"),
     [
-        ("no JSON", "train.jsonl, line 2: must be a JSON object"),
-        ('{"question": "a", "answer": "b"}', "`prompt` and `completion`"),
-        ('["a"]', "must be a JSON object"),
+        ("no JSON", "train.jsonl, line 2"),
+        ('{"question": "a", "answer": "b"}', "train.jsonl, line 2"),
+        ({"messages": []}, "line 2: 'messages' must be a string that is not empty, or a list of messages"),
+        ({"messages": "a"}, "line 2: 'messages' must be"),
+        ({"messages": [{"from": "user", "value": "a"}]}, "line 2: 'messages' must be"),
+        ({"messages": [{"role": "user"}]}, "line 2: 'messages' must be"),
+        ({"messages": None}, "line 2: 'messages' must be"),
+        ({**MESSAGES, "person": 5}, "train.jsonl, line 2"),
     ],
 )
-def test_a_line_that_is_no_record_is_named(folder, capsys, line, says):
-    first = json.dumps(_rows(1, "what")[0])
-    Path("train.jsonl").write_text(f"{first}\n{line}\n")
+def test_a_row_that_is_no_record_is_named(folder, capsys, row, says):
+    text = row if isinstance(row, str) else json.dumps(row)
+    Path("train.jsonl").write_text(f"{json.dumps(MESSAGES)}\n{text}\n")
     assert sft.run(_words()) == 2
     assert says in capsys.readouterr().err and not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"train_file": "nothere.jsonl"}, "nothere.jsonl does not exist"),
+        ({"train_file": "."}, "Convert or rename it"),
+        ({"model_name_or_path": "nothere"}, "The configuration of 'nothere' cannot be loaded"),
+        ({"max_train_samples": "-5"}, "max_train_samples=-5 is not a positive count"),
+        ({"target_epsilonn": "8"}, "--target_epsilonn: no flag or key"),
+        ({"target_eps": "8"}, "--target_eps: no flag or key"),
+    ],
+)
+def test_wrong_flags_end_in_one_line(folder, capsys, changes, says):
+    assert sft.run(_words(**changes)) == 2
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1 and not Path("out").exists()
+
+
+def test_a_flag_with_dashes_is_the_same_flag(folder, monkeypatch):
+    """`--target-epsilon 1` once trained at the 8 of the embedded job, on the embedded data."""
+    _, training, _, is_embedded = sft.parse(["--target-epsilon", "1", "--max-steps", "3", "--use_cpu", "true"])
+    assert is_embedded and (training.target_epsilon, training.max_steps) == (1.0, 3)
+    words = [word.replace("_", "-") if word.startswith("--") else word for word in _words(target_epsilon="1")]
+    data, training, model, is_embedded = sft.parse(words)
+    assert not is_embedded and (training.target_epsilon, data.train_file, model.model_name_or_path) == (
+        1.0, "train.jsonl", "model",
+    )  # fmt: skip
+    assert sft.parse(["--non-private", "true", "--use_cpu", "true"])[1].target_epsilon is None
 
 
 @pytest.mark.parametrize("flag", ["train_file", "model_name_or_path"])
@@ -100,7 +137,7 @@ def test_a_model_and_a_file_go_together(folder, capsys, flag):
 def test_an_empty_file_is_refused(folder, capsys):
     Path("train.jsonl").write_text("\n")
     assert sft.run(_words()) == 2
-    assert "train.jsonl: has no records" in capsys.readouterr().err
+    assert "train.jsonl holds no rows" in capsys.readouterr().err
 
 
 def test_the_embedded_conversations_are_many_short_and_apart():
