@@ -11,14 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError
 
 CHUNK = 1_000_000  # rows that are read, and sorted, at once
-NO_IDS = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError)
 FIX = "Drop those rows, or give every person who is behind them an id of their own."
 
 
@@ -106,6 +103,9 @@ class UserIndex:
 
 def _read(dataset: Any, column: str) -> tuple[np.ndarray, str]:
     """Read the number of every row's user, int32, (N,), in the order of first rows; and a digest of the column."""
+    import pyarrow as pa  # half a second, which only runs that protect users need
+    import pyarrow.compute as pc
+
     codes_N, first = np.empty(len(dataset), np.int32), 0
     known: pa.Array | None = None  # the distinct ids
     kind = ""
@@ -119,7 +119,7 @@ def _read(dataset: Any, column: str) -> tuple[np.ndarray, str]:
             known = pa.chunked_array([ids] if known is None else [known, ids]).unique()
             codes_N[first : first + len(ids)] = pc.index_in(ids, value_set=known)
             first += len(ids)
-    except NO_IDS as error:
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
         if not isinstance(error, NotImplementedError):
             kind = "of several types, such as strings and numbers mixed"
         raise DPConfigError(
@@ -145,8 +145,10 @@ def _read(dataset: Any, column: str) -> tuple[np.ndarray, str]:
     return codes_N, digest.hexdigest()
 
 
-def _columns(dataset: Any, column: str) -> Iterator[pa.Array]:
-    """Yield the ids, some rows at a time."""
+def _columns(dataset: Any, column: str) -> Iterator[Any]:
+    """Yield the ids as Arrow arrays, some rows at a time."""
+    import pyarrow as pa
+
     names = getattr(dataset, "column_names", None)
     if isinstance(names, list) and hasattr(dataset, "with_format"):
         if column not in names:

@@ -42,7 +42,7 @@ def test_a_run_needs_no_rare_stage(tmp_path, repo):
     _run_without(tuple(name for names in HIDDEN.values() for name in names), tmp_path, repo)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("part", HIDDEN)
 def test_each_of_them_can_be_deleted_alone(part, tmp_path, repo):
     _run_without(HIDDEN[part], tmp_path, repo)

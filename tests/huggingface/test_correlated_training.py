@@ -18,6 +18,7 @@ from hf_dpopt.noise import BandedToeplitz, Participation
 from hf_dpopt.report.release_scan import scan_for_secrets
 from hf_dpopt.run.keys import private_dir, secrets_in
 from hf_dpopt.run.ledger import Ledger
+from hf_dpopt.run.run import _Door
 from hf_dpopt.run.run_log import RunLog
 from tests import tiny
 
@@ -251,7 +252,7 @@ def test_a_branch_on_balls_in_bins_asks_for_epsilon_once_and_not_in_every_step(t
     branch = trainer(tmp_path, **options, target_epsilon=9.0)
     branch.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-3"))
     run = branch._session.run
-    run._is_closed, run.charged = False, [NUM_STEPS, 0]
+    run._door, run.charged = _Door.IDLE, [NUM_STEPS, 0]
     asked = []
     monkeypatch.setattr(type(branch.plan), "epsilon", lambda self, *steps: asked.append(steps) or 99.0)
     for step in range(1, NUM_STEPS - 3 + 1):

@@ -28,7 +28,7 @@ ARGUMENTS = {  # what was given -> what is said
     "noise 1e-300": ({"noise_multiplier": 1e-300}, "noise_multiplier=1e-300 is outside"),
     "a number of 400 digits": ({"clipping_norm": 10**400}, "clipping_norm=1000.* is not a finite number"),
     "bad JSON": ({"noise_kwargs": '{"num_buffers": '}, "noise_kwargs=.* is not JSON [(]Expecting value"),
-    "deep JSON": ({"preconditioner_kwargs": '{"a": ' * 2000}, "is not JSON [(]too many brackets"),
+    "deep JSON": ({"preconditioner_kwargs": '{"a": ' * 2000}, "is not JSON [(](too many brackets|Expecting value)"),
     "bad JSON of transformers": ({"lr_scheduler_kwargs": "{'a': 1}"}, "lr_scheduler_kwargs=.* is not JSON"),
     "JSON of a number": ({"preconditioner_kwargs": "1"}, "preconditioner_kwargs='1' is no mapping"),
     "99 buffers": ({"noise_mechanism": "blt", "noise_kwargs": {"num_buffers": 99}}, "num_buffers=99 is more than 16"),
