@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 import random
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -49,6 +50,15 @@ def _session() -> Iterator[None]:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     yield
     _PRIVATE_DIR.cleanup()
+
+
+@pytest.fixture(autouse=True)
+def _quiet_libraries() -> Iterator[None]:
+    """A trainer sets the level of transformers' log for the whole process (`log_level`); the next test has its default."""
+    yield
+    logs = sys.modules.get("transformers.utils.logging")
+    if logs is not None:
+        logs.set_verbosity_warning()
 
 
 @pytest.fixture(scope="module", autouse=True)
