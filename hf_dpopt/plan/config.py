@@ -225,5 +225,5 @@ def _plain_options(field: str, options: Any, example: str) -> dict[str, Any]:
         return json.loads(json.dumps(dict(given), default=lambda value: value.tolist()))
     except (TypeError, ValueError, AttributeError):
         raise DPConfigError(
-            f"{field}={shown(options)} holds what JSON cannot. Use numbers, texts and lists of them."
+            f"{field}={shown(options)} is not JSON-serialisable. Use numbers, strings and lists."
         ) from None

@@ -224,8 +224,8 @@ class RunLog:
         if before is not None and len(unknown) > 1:
             logger.warning(
                 f"{len(unknown)} steps or evaluations ran under keys of this run that {self.output_dir / LEDGER} did "
-                "not know: it was put back to an earlier state, or a copy of it went on. They were seen, perhaps, so "
-                "they count, and their noise is not used again."
+                "not know: it was put back to an earlier state, or a copy of it went on. They may have been "
+                "observed, so they are charged, and their noise is not used again."
             )
         records = [public for record in self._log.records if (public := _public_part(record)) is not None]
         self._ledger = ChainedFile.rewrite(self.output_dir / LEDGER, records)

@@ -56,8 +56,8 @@ def private_step(
             plan has one.
         step: optimizer step, 1-based; every step of a run once, in order.
         chain: maps of the released mean gradient.
-        everything: gives this rank's share of all units, as physical batches; for a preconditioner that asks a query
-            over them before the first step. None if there is no such query.
+        everything: iterates this rank's shard of the dataset once, in physical batches, for preconditioners with an
+            initial query. None if there is no such query.
         stand_in: gives a batch whose records are not added, for a model in shards: every forward is a collective, so
             a rank that has fewer physical batches takes part with that. None where every rank has as many.
 

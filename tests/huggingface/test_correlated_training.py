@@ -357,7 +357,7 @@ def test_neither_a_finished_run_nor_its_upload_holds_keys_or_buffers(tmp_path, m
         ({"noise_mechanism": "blt", "noise_kwargs": {"buffers": 3}}, "does not know. It takes: num_buffers"),
         ({"noise_mechanism": "blt", "noise_kwargs": {"num_buffers": "three"}}, "num_buffers"),
         ({"noise_mechanism": "blt", "noise_kwargs": {"error": "median"}}, "Use 'mean' or 'max'"),
-        ({"noise_mechanism": "blt", "noise_kwargs": {"poles": {0.9}, "zeros": {0.5}}}, "holds what JSON cannot"),
+        ({"noise_mechanism": "blt", "noise_kwargs": {"poles": {0.9}, "zeros": {0.5}}}, "is not JSON-serialisable"),
         ({"noise_mechanism": "banded", "noise_kwargs": {"coefs": 5}}, "is no list of bands"),
         ({"noise_mechanism": "banded", "noise_kwargs": {"coefs": [1e200, 1]}, "sampling": "fixed_order"}, "near 1"),
         ({"noise_mechanism": "banded_inverse", "noise_kwargs": {"coefs": [1e200, 1.0]}}, "near 1|does not fit"),
