@@ -49,7 +49,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a collator that nobody knows sees the whole batch",
         "hf_dpopt/records/collation.py",
-        "(self._together(usable) if self.is_known else None)",
+        "(self._together(usable) if is_known else None)",
         "self._together(usable)",
         (f"{COLLATORS}::test_a_collator_that_mixes_seldom_sees_single_records",),
     ),
