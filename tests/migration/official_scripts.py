@@ -172,8 +172,6 @@ CASES: dict[str, Case] = {
         "summarisation", "summarization/run_summarization.py",
         (*_files("pairs", "json"), *_model("bart"), "--text_column", "text", "--summary_column", "summary",
          "--max_source_length", "32", "--max_target_length", "32"),
-        note="this copy imports `huggingface_hub` under a name that nobody has, which was put right",
-        repairs=(("from huggingface_hub_4573 import", "from huggingface_hub import"),),
     ),
     "run_classification": Case(
         "text classification", "text-classification/run_classification.py",
