@@ -180,7 +180,10 @@ def judge(plan: PrivacyPlan, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
     batch = plan.sampler.expected_batch_size
     spent = {"target_epsilon": plan.epsilon(), "target_delta": plan.delta}
     job = job_of({**given, **spent, "epochs": plan.num_steps * batch / plan.num_examples})
-    outlook = outlook_of(plan, job.kind, size=job.model_size, is_adaptive=given["optimizer"] == "adamw")
+    outlook = outlook_of(
+        plan, job.kind, size=job.model_size, is_adaptive=given["optimizer"] == "adamw",
+        has_trained_head=job.starts_trained,
+    )  # fmt: skip
     rate = job.learning_rate(job.outlook(batch, noise_multiplier=plan.noise_multiplier))
     lines = [f"Outlook ({job.kind}): {outlook.describe()}. Learning rate for AdamW: about {rate:g}."]
     better = None

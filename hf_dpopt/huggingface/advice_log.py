@@ -87,7 +87,7 @@ def _outlook(plan: PrivacyPlan, inputs: TrainerInputs, advised: Advised, trained
         trained.kind,
         size=trained.size,
         is_adaptive=is_adaptive(inputs),
-        has_trained_head=plan.advised.get(TRAINED_HEAD, False),
+        has_trained_head=trained.starts_trained or plan.advised.get(TRAINED_HEAD, False),
         reach=reach,
         advised_reach=usual,
     )

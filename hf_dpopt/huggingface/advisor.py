@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_dpopt.accounting.best_of_runs import RunCount
 from hf_dpopt.accounting.delta import default_delta
@@ -44,7 +45,8 @@ class Trained:
         size: weights of the model, frozen ones included; None for one that is not loaded yet.
         is_plain: whether the gradients reach the optimizer in the coordinates that the advice is for.
         is_tuned: whether the optimizer is the one that the advised learning rates are for.
-        is_glue: whether the model gives a text one label, so that recipes/glue.py trains such a job, too.
+        is_glue: whether a new head gives a text one label, so that recipes/glue.py trains such a job, too.
+        starts_trained: whether adapters are added to a language model whose own head makes the predictions.
     """
 
     kind: Kind
@@ -53,6 +55,7 @@ class Trained:
     is_plain: bool
     is_tuned: bool
     is_glue: bool = False
+    starts_trained: bool = False
 
     @classmethod
     def of(cls, inputs: TrainerInputs) -> Trained:
@@ -64,14 +67,18 @@ class Trained:
         is_plain = plain and args.local_training is None
         is_tuned = is_plain and name in TUNED_OPTIMIZERS and not own
         if not isinstance(model, nn.Module):
-            return cls("full" if adapters is None else "lora", "generation", None, is_plain, is_tuned)
+            kind: Kind = "full" if adapters is None else "lora"
+            return cls(kind, "generation", None, is_plain, is_tuned, starts_trained=adapters is not None)
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
         objective: Objective = "classification" if type(base).__name__.endswith(CLASSIFIERS) else "generation"
-        is_glue = type(base).__name__.endswith(CLASSIFIERS[0])
+        has_language_head = any(
+            isinstance(part, PreTrainedModel) and part.get_output_embeddings() is not None for part in base.modules()
+        )
+        is_glue = type(base).__name__.endswith(CLASSIFIERS[0]) and not has_language_head
         size = sum(p.numel() for p in model.parameters())
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if adapters is not None or hasattr(model, "peft_config"):
-            return cls("lora", objective, size, is_plain, is_tuned, is_glue)
+            return cls("lora", objective, size, is_plain, is_tuned, is_glue, has_language_head)
         body = getattr(base, "base_model", base)
         layers = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.requires_grad}
         # the rate of a head is that of one linear layer; RoBERTa's has a hidden one, which would not bear it
@@ -248,6 +255,6 @@ def _job(args: DPTrainingArguments, trained: Trained, *, num_units: int, batch: 
         passes=args.num_train_epochs if args.max_steps <= 0 else args.max_steps * batch / num_units,
         kind=trained.kind,
         objective=trained.objective,
-        has_trained_head=args.trained_head,
+        has_trained_head=args.trained_head or trained.starts_trained,
         **({} if trained.size is None else {"model_size": trained.size}),
     )

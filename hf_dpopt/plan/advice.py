@@ -86,7 +86,7 @@ class TrainingJob:
         objective: "classification" (and regression), or "generation" (a loss on tokens).
         model_size: weights of the model, frozen ones included; >= 1.
         has_trained_head: whether the head was trained before, which the verdict and the clip take into account;
-            batch and learning rate stay.
+            batch and learning rate stay. The head of a language model with adapters always was.
     """
 
     num_units: int
@@ -114,6 +114,11 @@ class TrainingJob:
         if not isinstance(self.has_trained_head, bool):
             raise DPConfigError(f"has_trained_head={shown(self.has_trained_head)} must be True or False.")
 
+    @property
+    def starts_trained(self) -> bool:
+        """Whether the predictions of the first step are those of a head that was trained before."""
+        return self.has_trained_head or (self.kind, self.objective) == ("lora", "generation")
+
     def steps_of(self, batch: int) -> int:
         """Optimizer steps of the passes in batches of this size, counted as the Trainer does."""
         return math.ceil(self.passes * -(-self.num_units // batch))
@@ -124,8 +129,7 @@ class TrainingJob:
         noise = (self.noise_multiplier(batch) if noise_multiplier is None else noise_multiplier) / batch
         return Outlook(
             num_steps=steps, noise=noise, run_noise=noise / math.sqrt(steps),
-            signal=signal_of(self.kind, self.model_size),
-            has_trained_head=self.has_trained_head,
+            signal=signal_of(self.kind, self.model_size), has_trained_head=self.starts_trained,
         )  # fmt: skip
 
     def noise_multiplier(self, batch: int) -> float:

@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 import transformers
+from peft import LoraConfig
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
 from hf_dpopt.huggingface import advice_log as module
@@ -15,6 +16,7 @@ from hf_dpopt.huggingface.advisor import Trained, read_advised
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.plan import advice
 from hf_dpopt.plan.outlook import SIGNAL, signal_of
+from recipes.prompt_model import PromptConfig, PromptForSequenceClassification
 from recipes.warm_start import HeadForSequenceClassification
 from tests.tiny import arguments, collate, model, records, trainer
 
@@ -378,6 +380,23 @@ def test_only_one_linear_layer_gets_the_rate_of_a_head(tmp_path, model_class, co
         parameter.requires_grad_(False)
     args = DPTrainingArguments(output_dir=str(tmp_path), target_epsilon=8.0, expected_batch_size=8, use_cpu=True)
     assert Trained.of(TrainerInputs(args=args, model=model)).kind == kind
+
+
+@pytest.mark.parametrize(("name", "has_adapters", "starts_trained"), [
+    ("texts", True, True), ("texts", False, False), ("label words", True, True), ("new head", True, False),
+])  # fmt: skip
+def test_adapters_on_a_language_head_start_trained(tmp_path, name, has_adapters, starts_trained):
+    """Whatever such a model answers at first, it is no coin toss as that of a new head."""
+    config = transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16)
+    made = {
+        "texts": lambda: transformers.GPT2LMHeadModel(config),
+        "label words": lambda: PromptForSequenceClassification(PromptConfig(config, num_labels=2)),
+        "new head": lambda: transformers.GPT2ForSequenceClassification(config),
+    }[name]()
+    args = DPTrainingArguments(output_dir=str(tmp_path), target_epsilon=8.0, expected_batch_size=8, use_cpu=True)
+    found = Trained.of(TrainerInputs(args=args, model=made, peft_config=LoraConfig() if has_adapters else None))
+    assert found.starts_trained == starts_trained
+    assert found.is_glue == (name == "new head"), "a language model is never told of a linear head"
 
 
 def test_the_head_of_a_warm_start_has_the_signal_of_a_head(tmp_path):
