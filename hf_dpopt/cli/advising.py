@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from hf_dpopt.cli.show import print_json, print_table, warn
-from hf_dpopt.common.checks import check_choice
+from hf_dpopt.common.checks import check_choice, check_count
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.plan.advice import HEAD_PASSES, REFERENCE_SIZE, Advice, TrainingJob, advise, head_instead, kind_of
 from hf_dpopt.plan.outlook import Kind, Outlook, outlook_of
@@ -43,6 +43,7 @@ def job_of(given: Mapping[str, Any]) -> TrainingJob:
     Raises:
         DPConfigError: without a budget, or for flags that contradict each other.
     """
+    check_count("num_examples", given["num_examples"])
     objective, finetuning = given.get("objective", "classification"), given.get("finetuning")
     trained, weights = given.get("num_parameters"), given.get("weights")
     if finetuning is not None:

@@ -122,7 +122,7 @@ class Health:
             self._say("cost", f"{behind} of them are not in the ledger: it was put back. The next run adds them", True)
         for one in ledger.evaluations.values():
             if one.metrics is None:
-                self._say("cost", "a private evaluation was charged and not answered: it is lost, and counts")
+                self._say("cost", "a private evaluation was charged and gave no result: its cost counts, and it is not asked again")
 
     def _keys(self) -> None:
         if self.ledger is None or self.private_dir is None:
@@ -189,8 +189,8 @@ class Health:
             return
         start = "from the start" if last is None else f"from {last.folder.name}"
         if (taken := resume.recovery) is not None:
-            lost = "" if not taken.lost else f"; {len(taken.lost)} of them charged without a release, and lost"
-            again = f"steps {taken.first} to {taken.last}, which a resume takes again for nothing{lost}"
+            lost = "" if not taken.lost else f"; {len(taken.lost)} of them cost epsilon and change no weights"
+            again = f"steps {taken.first} to {taken.last}, which a resume takes again at no cost{lost}"
             self._say("journal", again)
             start += " and the journal"
         how, paid = "under its key", sum(ledger.charged) - resume.reached

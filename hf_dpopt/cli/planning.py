@@ -42,7 +42,7 @@ def steps_of_run(num_examples: int, batch_size: int, *, steps: int | None, epoch
         given = "Neither of --steps and --epochs is" if steps is None else "Both --steps and --epochs are"
         raise DPConfigError(f"{given} given. Give exactly one, such as --epochs 3.")
     if epochs is None:
-        check_count("num_steps", steps)
+        check_count("steps", steps)
         return steps  # type: ignore[return-value]  # a count
     if not 0 < epochs < math.inf:
         raise DPConfigError(f"--epochs {epochs} is not a number of passes. Use a finite number > 0, such as 3.")

@@ -109,7 +109,8 @@ def test_plan_with_auto_takes_the_first_row(run: Run) -> None:
         (["--epsilon", "3", "--steps", "10", "--epochs", "1"], "Both --steps and --epochs are given"),
         (["--epsilon", "3", "--epochs", "-1"], "Use a finite number > 0"),
         (["--epsilon", "-3", "--steps", "10"], "Use a finite number > 0"),
-        (["--epsilon", "3", "--steps", "0"], "Use an integer >= 1"),
+        (["--epsilon", "3", "--steps", "0"], ": steps=0 is not a positive count. Use an integer >= 1"),
+        (["--epsilon", "3", "--steps", "9", "-n", "0"], ": num_examples=0 is not a positive count"),
         (["--epsilon", "3", "--steps", "10", "--sampling", "shuffle"], "Use one of: 'auto'"),
         (
             ["--epsilon", "3", "--steps", "10", "--sampling", "fixed_order", "--adjacency", "add_or_remove_one"],
@@ -218,6 +219,7 @@ def test_a_plan_with_a_batch_says_what_would_be_better(run: Run) -> None:
         (["--epsilon", "8", "--steps", "100"], "--steps plans a run, which needs a batch"),
         (["--epsilon", "8", "--sampling", "fixed_order"], "add --batch 1024"),
         (["--noise-multiplier", "1"], "add --batch 1024"),
+        (["--epsilon", "8", "-n", "0"], ": num_examples=0 is not a positive count. Use an integer >= 1"),
     ],
     ids=str,
 )

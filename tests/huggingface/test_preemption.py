@@ -172,7 +172,7 @@ def test_the_doctor_says_what_a_resume_takes_again(tmp_path):
     _kill(tmp_path / "alive", left, "gaussian", "after the charge", 6)
     command = ["doctor", str(left / "out"), "--private-state-dir", str(left / "keys")]
     said = CliRunner().invoke(app, command).output
-    assert "a resume takes again for nothing; 1 of them charged without a release, and lost" in said
+    assert "a resume takes again at no cost; 1 of them cost epsilon and change no weights" in said
     assert "and the journal, under its key; 2 steps are left" in said and "second time" not in said
 
 
