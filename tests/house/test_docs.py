@@ -64,7 +64,7 @@ def test_the_fields_of_transformers_are_not_repeated(name: str) -> None:
 
 
 def test_every_path_that_a_page_names_exists(repo: Path) -> None:
-    """In links and between backticks; a path in a module's notation is imported."""
+    """In links and between backticks, from the root or below `hf_dpopt/`; a path in a module's notation is imported."""
     missing = []
     for page in pages(repo):
         text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
@@ -76,6 +76,8 @@ def test_every_path_that_a_page_names_exists(repo: Path) -> None:
             if re.fullmatch(rf"(?:{'|'.join(map(re.escape, FOLDERS))})/[\w./*-]+", path) and path not in MADE:
                 if not list(repo.glob(path)):
                     missing.append(f"{page.name}: {named}")
+            elif re.fullmatch(r"[a-z_]+/[\w/]+\.py", path) and not (repo / "hf_dpopt" / path).exists():
+                missing.append(f"{page.name}: {named}, which is not below hf_dpopt/")
     assert not missing, "\n".join(missing)
 
 
