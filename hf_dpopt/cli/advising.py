@@ -12,7 +12,7 @@ import typer
 from hf_dpopt.cli.show import print_json, print_table, warn
 from hf_dpopt.common.checks import check_choice, check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.plan.advice import HEAD_PASSES, REFERENCE_SIZE, Advice, TrainingJob, advise, head_instead, kind_of
+from hf_dpopt.plan.advice import HEAD_PASSES, REFERENCE_SIZE, Advice, TrainingJob, advise, head_instead
 from hf_dpopt.plan.outlook import Kind, Outlook, outlook_of
 from hf_dpopt.plan.plan import PrivacyPlan
 
@@ -31,8 +31,8 @@ PARTS: dict[Kind, str] = {
     "full": "",
 }
 ADVISED = {  # flags of `plan` that advice reads, or that change none of it
-    "num_examples", "target_epsilon", "target_delta", "epochs", "num_parameters", "weights", "finetuning", "objective",
-    "as_json", "allow_large_delta", "amplification_samples",
+    "num_examples", "target_epsilon", "target_delta", "epochs", "weights", "finetuning", "objective", "as_json",
+    "allow_large_delta", "amplification_samples",
 }  # fmt: skip
 UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
 
@@ -44,29 +44,25 @@ def job_of(given: Mapping[str, Any]) -> TrainingJob:
         DPConfigError: without a budget, or for flags that contradict each other.
     """
     check_count("num_examples", given["num_examples"])
-    objective, finetuning = given.get("objective", "classification"), given.get("finetuning")
-    trained, weights = given.get("num_parameters"), given.get("weights")
+    objective, finetuning, passes = given["objective"], given["finetuning"], given["epochs"]
     if finetuning is not None:
         check_choice("finetuning", finetuning, ("full", "lora", "head"))
         if (finetuning, objective) == ("head", "generation"):
             raise DPConfigError("The head of a language model is its embeddings. Use --finetuning lora or full.")
-    if trained is not None and weights is not None and trained > weights:
-        raise DPConfigError(f"--trained {trained} is more than the {weights} weights. Leave one out.")
     if given["target_epsilon"] is None:
         raise DPConfigError("A budget is needed for advice. Add --epsilon 8, or a smaller number.")
-    if weights is None and finetuning == "full":
-        weights = trained
-    usual = HEAD_PASSES if finetuning == "head" else 3.0
+    if passes is None:
+        passes = HEAD_PASSES if finetuning == "head" else 3.0
     job = TrainingJob(
         num_units=given["num_examples"],
         target_epsilon=given["target_epsilon"],
         target_delta=given["target_delta"],
-        passes=usual if given["epochs"] is None else given["epochs"],
-        kind=finetuning or kind_of(trained, weights),
+        passes=passes,
+        kind=finetuning or "lora",
         objective=objective,
-        model_size=weights or max(REFERENCE_SIZE, trained or 0),
+        model_size=given["weights"] or REFERENCE_SIZE,
     )
-    is_open = finetuning is None and trained is None and given.get("expected_batch_size") is None
+    is_open = finetuning is None and given["expected_batch_size"] is None
     head = head_instead(job) if is_open else None
     return job if head is None else head.job
 
@@ -98,18 +94,14 @@ def parse_count(text: str | None) -> int | None:
     return round(value)
 
 
-def refuse_without_batch(ctx: typer.Context, given: Mapping[str, Any]) -> None:
+def refuse_without_batch(ctx: typer.Context) -> None:
     """Refuse flags that plan a run, where advice is asked for.
 
-    Args:
-        ctx: the command.
-        given: values of its flags.
-
     Raises:
-        DPConfigError: if there are any.
+        DPConfigError: if any were typed.
     """
-    flags = [one for one in ctx.command.params if one.name not in ADVISED and given.get(str(one.name))]
-    planning = [one.opts[-1] for one in flags if given[str(one.name)] != one.default]
+    flags = [one for one in ctx.command.params if one.name not in ADVISED]
+    planning = [one.opts[-1] for one in flags if ctx.get_parameter_source(str(one.name)).name == "COMMANDLINE"]
     if planning:
         raise DPConfigError(
             f"{', '.join(planning)} plans a run, which needs a batch: add --batch 1024. Without them, --epsilon 8 "
@@ -126,14 +118,12 @@ def show_advice(job: TrainingJob, *, as_json: bool) -> None:
             "at this budget and with these passes the model is expected to learn little. More passes (as in the "
             "table), more records or a larger epsilon would help."
         )
-    flags = " ".join(f"--{name} {value}" for name, value in advice.values.items())
     records = advice.batch * advice.outlook.num_steps
     if as_json:
         print_json(
             {
                 "options": advice.values,
-                "reasons": dict(advice.reasons),
-                "flags": flags,
+                "reasons": advice.reasons,
                 "command": command_of(job),
                 "num_steps": advice.outlook.num_steps,
                 "records": records,
@@ -145,7 +135,7 @@ def show_advice(job: TrainingJob, *, as_json: bool) -> None:
     print_table(
         f"Advice for {job.num_units:,} records at epsilon {job.target_epsilon:g}",
         ("option", "value", "why"),
-        ((name, str(value), advice.reasons.get(name, "")) for name, value in advice.values.items()),
+        ((name, str(value), advice.reasons[name]) for name, value in advice.values.items()),
         justify="left",
         width=110,
     )
@@ -162,6 +152,7 @@ def show_advice(job: TrainingJob, *, as_json: bool) -> None:
     typer.echo("Other optimizers and noise, and what each gained: docs/what_pays.md.")
     if (command := command_of(job)) is not None:
         typer.echo(f"\nWith your files, labels and model:\n{command}")
+    flags = " ".join(f"--{name} {value}" for name, value in advice.values.items())
     typer.echo("\nIn your own script:")
     typer.echo(f"--num_train_epochs {job.passes:g} --target_epsilon {job.target_epsilon:g} {flags}")
 
@@ -192,7 +183,7 @@ def judge(plan: PrivacyPlan, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
         advice = advise(job)
     except DPConfigError:  # a plan stands, whether there is a better one or not
         advice = None
-    if advice is not None and advice.outlook.useful_steps > 1.2 * outlook.useful_steps:
+    if advice is not None and advice.is_better_than(outlook):
         better = {**advice.values, "num_steps": advice.outlook.num_steps}
         lines.append(
             f"Advice: as many records in batches of {advice.batch} with --learning_rate {advice.learning_rate:g} are "

@@ -94,16 +94,10 @@ def plan(
     optimizer: Annotated[str, typer.Option(help="adamw (any adaptive one) or sgd.")] = "adamw",
     momentum: Annotated[float, typer.Option(help="Of SGD; noise is tuned for it.")] = 0.0,
     schedule: Annotated[str, typer.Option(help="Learning rate: constant, or linear down to 0.")] = "linear",
-    num_parameters: Annotated[
-        str | None,
-        typer.Option("--num-parameters", "--trained", help="Trained coordinates (0.3M), for advice and memory."),
-    ] = None,
     weights: Annotated[str | None, typer.Option(help="Weights of the model, frozen ones included (125M).")] = None,
     finetuning: Finetuning = None,
     objective: Annotated[str, typer.Option(help="classification, or generation (of tokens).")] = "classification",
-    compare: Annotated[
-        bool | None, typer.Option(help="Also compare all mechanisms. Default: if epsilon is given, without --json.")
-    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Also compare all noise mechanisms.")] = False,
     as_json: AsJson = False,
     **options: Any,
 ) -> None:
@@ -111,9 +105,9 @@ def plan(
     given = {**locals(), **options}
     from hf_dpopt.cli import advising
 
-    given |= {name: advising.parse_count(given[name]) for name in ("num_parameters", "weights")}
+    given["weights"] = advising.parse_count(weights)
     if options["expected_batch_size"] is None:
-        advising.refuse_without_batch(ctx, given)
+        advising.refuse_without_batch(ctx)
         advising.show_advice(advising.job_of(given), as_json=as_json)
         return
     from hf_dpopt.cli import planning

@@ -122,7 +122,10 @@ class Health:
             self._say("cost", f"{behind} of them are not in the ledger: it was put back. The next run adds them", True)
         for one in ledger.evaluations.values():
             if one.metrics is None:
-                self._say("cost", "a private evaluation was charged and gave no result: its cost counts, and it is not asked again")
+                self._say(
+                    "cost",
+                    "a private evaluation was charged and gave no result: its cost counts, and it is not asked again",
+                )
 
     def _keys(self) -> None:
         if self.ledger is None or self.private_dir is None:

@@ -109,7 +109,7 @@ Steps = Annotated[int | None, typer.Option(help="Optimizer steps of a run.")]
 Epochs = Annotated[
     float | None, typer.Option("--epochs", "--passes", help="Or passes over the data, counted as the Trainer does.")
 ]
-Finetuning = Annotated[str | None, typer.Option(help="full, lora or head. Default: by the trained weights.")]
+Finetuning = Annotated[str | None, typer.Option(help="full, lora or head. Default: lora, or a head for few records.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 OutputDir = Annotated[Path, typer.Argument(help="The output_dir of a private run.", callback=check_path)]
 PrivateStateDir = Annotated[

@@ -14,7 +14,7 @@ import typer
 from hf_dpopt.cli.advising import judge
 from hf_dpopt.cli.show import print_facts, print_json, print_table, warn
 from hf_dpopt.common import log
-from hf_dpopt.common.checks import check_count
+from hf_dpopt.common.checks import check_choice, check_count
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.noise import Workload, momentum_workload
 from hf_dpopt.noise.registry import check_length
@@ -29,10 +29,9 @@ from hf_dpopt.report.facts import spell_infinity
 from hf_dpopt.report.meaning import plan_rows
 from hf_dpopt.report.statement import round_up
 
-BYTES = 4  # of a float32
 NUMBERS = {  # column of the comparison -> name in JSON
     "sigma": "noise_multiplier", "sigma_z": "draw_stddev", "one step": "step_stddev", "RMSE": "rmse",
-    "max error": "max_error",
+    "max error": "max_error", "kept": "kept",
 }  # fmt: skip
 
 
@@ -58,12 +57,10 @@ def workload_of(given: Mapping[str, Any], num_steps: int) -> Workload:
         num_steps: optimizer steps.
     """
     optimizer, momentum, schedule = given["optimizer"], given["momentum"], given["schedule"]
-    if optimizer not in ("adamw", "sgd"):
-        raise DPConfigError(f"--optimizer {optimizer} is unknown. Use adamw (for any adaptive one) or sgd.")
+    check_choice("optimizer", optimizer, ("adamw", "sgd"))
+    check_choice("schedule", schedule, ("constant", "linear"))
     if optimizer == "adamw" and momentum:
         raise DPConfigError("--momentum is that of SGD: add --optimizer sgd. Noise for AdamW is tuned without it.")
-    if schedule not in ("constant", "linear"):
-        raise DPConfigError(f"--schedule {schedule} is unknown. Use constant or linear.")
     scheduled = schedule == "linear" and 1 < num_steps <= MAX_SCHEDULED_STEPS
     sizes = [(num_steps - t) / num_steps for t in range(num_steps)] if scheduled else None
     workload = momentum_workload(num_steps, momentum, sizes)
@@ -78,8 +75,7 @@ def plan_run(given: Mapping[str, Any], num_steps: int) -> None:
         num_steps: optimizer steps.
     """
     log.show(True)
-    num_examples, num_parameters = given["num_examples"], given["num_parameters"] or 10**6
-    check_count("num_parameters", num_parameters)
+    num_examples = given["num_examples"]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         config = config_of(given)
@@ -88,19 +84,19 @@ def plan_run(given: Mapping[str, Any], num_steps: int) -> None:
         workload = workload_of(given, num_steps)
         sizes = {"num_examples": num_examples, "num_steps": num_steps, "workload": workload}
         made = make_plan(config, **sizes)
-        compares = given["compare"] if given["compare"] is not None else not given["as_json"]
-        rows = _compare(config, made, sizes) if compares else []
+        any_noise = dataclasses.replace(config, noise_mechanism="auto", noise_kwargs={}, noise_restart_every=None)
+        rows = compare_mechanisms(any_noise, **sizes) if given["compare"] else []
     for message in dict.fromkeys(str(warning.message) for warning in caught):
         warn(message)
     advice, meaning = judge(made, given), meaning_of_plan(made)
     if given["as_json"]:
-        listed = {"mechanisms": [mechanism_facts(row, num_parameters) for row in rows]} if rows else {}
+        listed = {"mechanisms": list(map(mechanism_facts, rows))} if rows else {}
         listed |= {"meaning": spell_infinity(meaning)}
         print_json(made.record.to_json() | listed | ({} if advice is None else {"outlook": advice[0]}))
         return
     print_facts("Private run", _facts(made, meaning))
     if rows:
-        print_mechanisms(rows, num_parameters)
+        print_mechanisms(rows)
     for line in [] if advice is None else advice[1]:
         typer.echo(line)
 
@@ -116,19 +112,6 @@ def config_of(given: Mapping[str, Any]) -> PrivacyConfig:
         except (ValueError, RecursionError):
             raise DPConfigError(f"{flag} {shown(text)} is not JSON. Use {flag} '{example}'.") from None
     return PrivacyConfig(**asked)
-
-
-def _compare(config: PrivacyConfig, made: PrivacyPlan, sizes: dict[str, Any]) -> list[ComparedNoise]:
-    """Compare all mechanisms at the budget of the config."""
-    if config.target_epsilon is None:
-        return []
-    if made.compared:
-        return list(made.compared)
-    try:
-        return compare_mechanisms(dataclasses.replace(config, noise_mechanism="auto", noise_kwargs={}), **sizes)
-    except DPConfigError as error:
-        warn(f"mechanisms are not compared: {error}")
-        return []
 
 
 def _facts(made: PrivacyPlan, meaning: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,8 +139,8 @@ def _facts(made: PrivacyPlan, meaning: Mapping[str, Any]) -> dict[str, Any]:
 # --- the comparison of mechanisms ---
 
 
-def mechanism_facts(row: ComparedNoise, num_parameters: int) -> dict[str, Any]:
-    """One row as plain values; memory in bytes for so many trained coordinates."""
+def mechanism_facts(row: ComparedNoise) -> dict[str, Any]:
+    """One row as plain values."""
     plan = row.plan
     return {
         "mechanism": row.mechanism,
@@ -169,27 +152,26 @@ def mechanism_facts(row: ComparedNoise, num_parameters: int) -> dict[str, Any]:
         "step_stddev": row.step_stddev,
         "rmse": row.rmse,
         "max_error": row.max_error,
-        "memory_bytes": plan.cost.kept * num_parameters * BYTES,
+        "kept": plan.cost.kept,
         "epsilon": plan.epsilon(),
         "accountant": plan.spent.accountant,
     }
 
 
-def print_mechanisms(rows: Sequence[ComparedNoise], num_parameters: int) -> None:
+def print_mechanisms(rows: Sequence[ComparedNoise]) -> None:
     """Print all rows, the one to take first."""
     plan, listed = rows[0].plan, []
-    for facts in (mechanism_facts(row, num_parameters) for row in rows):
+    for facts in map(mechanism_facts, rows):
         names = (facts["mechanism"], facts["sampler"]["name"], facts["adjacency"])
-        numbers = [f"{facts[name]:.4g}" for name in NUMBERS.values()]
-        listed.append([*names, *numbers, f"{facts['memory_bytes'] / 2**20:.4g} MiB"])
+        listed.append([*names, *(f"{facts[name]:.4g}" for name in NUMBERS.values())])
     print_table(
         f"Noise mechanisms at epsilon {plan.config.target_epsilon:g}, delta {plan.delta:g}",
-        ("mechanism", "sampling", "adjacency", *NUMBERS, "memory"),
+        ("mechanism", "sampling", "adjacency", *NUMBERS),
         listed,
         width=148,
         caption=(
             "sigma: noise multiplier; sigma_z: of the draws; one step: noise of a step, in clipping norms. RMSE and "
             "max error: of the iterates, in clipping norms x learning rate / batch size, for this optimizer and "
-            f"schedule. Memory of the noise for {num_parameters:,} trained coordinates."
+            "schedule. kept: numbers of 4 bytes that the noise keeps per trained weight."
         ),
     )

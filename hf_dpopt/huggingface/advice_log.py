@@ -18,7 +18,7 @@ from hf_dpopt.huggingface.advisor import TRAINED_HEAD, Advised, Trained
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.workload import is_adaptive, mean_step_size
-from hf_dpopt.plan.advice import TrainingJob, advise, head_instead
+from hf_dpopt.plan.advice import GAIN, TrainingJob, advise, head_instead
 from hf_dpopt.plan.outlook import MAX_CORRELATED_STEPS, Outlook, outlook_of
 from hf_dpopt.plan.plan import PrivacyPlan
 
@@ -131,9 +131,9 @@ def _better(outlook: Outlook, advised: Advised, plan: PrivacyPlan, args: DPTrain
         units, epsilon = plan.num_users or plan.num_examples, plan.epsilon()
         asked = f"hf-dpopt plan --num-examples {units} --epsilon {epsilon:.3g}"
         return f"`{asked}` advises." if outlook.verdict != "good" and 0 < epsilon < math.inf else ""
-    if advice.outlook.useful_steps <= 1.2 * outlook.useful_steps:
+    if not advice.is_better_than(outlook):
         if outlook.is_too_short and trained.is_tuned:
-            rate = advice.values["learning_rate"]
+            rate = advice.learning_rate
             if outlook.reach and outlook.advised_reach:  # 0 with a rate of 0
                 rate = args.learning_rate * outlook.advised_reach / outlook.reach
             return f"Use {spelled({'learning_rate': float(f'{rate:.1e}')})}. {more_passes(advice.job, trained)}"
@@ -166,6 +166,6 @@ def more_passes(job: TrainingJob, trained: Trained) -> str:
         if more.outlook.verdict == "good":
             values = {"num_train_epochs": passes, "learning_rate": more.learning_rate}
             return f"With batches of {more.batch} and {spelled(values)} it would be {most:.3g}."
-    if most > 1.2 * known:
+    if most > GAIN * known:
         return f"100 passes would be worth {most:.3g}; for more {rest}"
     return f"More passes do not help: {rest}"

@@ -59,18 +59,17 @@ RATIO = 1.3  # of the numbers of steps that are tried
 
 HEAD_PASSES = 24.0  # of a linear head, over features that are computed once
 FULL_SHARE = 0.1  # of the weights: who trains more of them, and no adapters, trains the model
-LEAST_FULL = 4_000_000  # likewise, where it is not known how many weights there are
+GAIN = 1.2  # in useful steps, below which no other setting is advised
 
 
-def kind_of(num_trained: int | None, size: int | None = None) -> Kind:
+def kind_of(num_trained: int, size: int) -> Kind:
     """Tell the kind of finetuning from how much is trained: "full", or "lora" for a small part of every layer.
 
     Args:
-        num_trained: trained weights; None if not known.
-        size: weights of the model, frozen ones included; None if not known.
+        num_trained: trained weights.
+        size: weights of the model, frozen ones included.
     """
-    most = LEAST_FULL if size is None else FULL_SHARE * size
-    return "full" if num_trained is not None and num_trained >= most else "lora"
+    return "full" if num_trained >= FULL_SHARE * size else "lora"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,17 +163,13 @@ class Advice:
     outlook: Outlook
 
     @property
-    def values(self) -> dict[str, int | float | str]:
-        """Options by their names in `DPTrainingArguments`."""
+    def values(self) -> dict[str, int | float]:
+        """Options by their names in `DPTrainingArguments`; all others are best left at their defaults."""
         return {
             "expected_batch_size": self.batch,
             "learning_rate": self.learning_rate,
-            "lr_scheduler_type": "linear",
             "warmup_steps": WARMUP if WARMUP * self.outlook.num_steps >= 2 else 0,
-            "clipping": "flat",
             "clipping_norm": CLIP_ON_HEAD if self.job.has_trained_head else CLIP,
-            "optim": "adamw_torch",
-            "noise_mechanism": "gaussian",
         }
 
     @property
@@ -204,19 +199,17 @@ class Advice:
         return {
             "expected_batch_size": batch,
             "learning_rate": rate,
-            "lr_scheduler_type": "ends at 0, so the last weights need no averaging",
             "warmup_steps": "the first steps of Adam know no second moment yet",
-            "clipping": "one norm over all weights; by layer, every layer has noise of its own",
             "clipping_norm": (
                 "less noise for the signal than 1; the runs on a trained head had it, and a higher loss"
                 if job.has_trained_head
                 else "near the norm of a record's gradient; far below it the loss doubles, accuracy does not fall"
             ),
-            "optim": "adaptive steps bear noise on coordinates without signal",
-            "noise_mechanism": (
-                "independent noise: correlated noise fills the second moment of AdamW (docs/mechanisms.md)"
-            ),
         }
+
+    def is_better_than(self, outlook: Outlook) -> bool:
+        """Whether it is worth to change the settings of a run with this outlook."""
+        return self.outlook.useful_steps > GAIN * outlook.useful_steps
 
 
 @functools.lru_cache(maxsize=256)

@@ -74,14 +74,12 @@ def make_plan(
     run: dict[str, Any] = dict(
         num_examples=num_examples, num_steps=num_steps, workload=workload, preclip=preclip, earlier=tuple(earlier)
     )
-    rows: Sequence[ComparedNoise] = ()
     if config.noise_mechanism == "auto" and recorded is None:
-        rows = compare_mechanisms(config, **run)
-        config = dataclasses.replace(rows[0].plan.config, amplification_samples=config.amplification_samples)
+        best = compare_mechanisms(config, **run)[0].plan.config
+        config = dataclasses.replace(best, amplification_samples=config.amplification_samples)
     if recorded is not None:
         config = _as_recorded(config, recorded)
-    choice = _Choice(config, recorded=recorded, **run)
-    made = choice.plan(compared=tuple(rows), advised=dict(advised or {}))
+    made = _Choice(config, recorded=recorded, **run).plan(advised=advised)
     if recorded is None and config.target_epsilon is not None and made.is_private:
         _warn_of_unspent(made.epsilon(), config.target_epsilon)
     return made
@@ -178,8 +176,8 @@ class _Choice:
         """Changes of the coordinates of the clip; None for never."""
         return self.stage.changes(self.config.clipping_norm)
 
-    def plan(self, **notes: Any) -> PrivacyPlan:
-        """Plan of the best candidate, with noise for the budget; `notes` are further fields of it."""
+    def plan(self, advised: Mapping[str, Any] | None = None) -> PrivacyPlan:
+        """Plan of the best candidate, with noise for the budget."""
         check_sizes(self.num_examples, self.num_steps)
         self.stage.check_steps(self.num_steps)
         config, release = self._best()
@@ -194,7 +192,8 @@ class _Choice:
         noise_multiplier, proof = self._noise(config, release)
         plan = PrivacyPlan(
             config=config, release=release, num_steps=int(self.num_steps), delta=self.delta, certificate=proof,
-            noise_multiplier=noise_multiplier, clipper=make_clipper(config), preclip=self.stage, **notes,
+            noise_multiplier=noise_multiplier, clipper=make_clipper(config), preclip=self.stage,
+            advised=dict(advised or {}),
         )  # fmt: skip
         _ = plan.mechanism, plan.sensitivity_ratio  # they refuse now what would fail in the first step
         return plan

@@ -47,7 +47,6 @@ class PrivacyPlan:
         delta: delta of the guarantee, in (0, 1); see `hf_dpopt.accounting.delta`.
         noise_multiplier: noise stddev / sensitivity (unitless); of correlated noise, that of `noise_steps` steps.
         clipper, preclip: stages of the step, beside the sampler and the noise of `release`.
-        compared: what ``noise_mechanism="auto"`` was decided from; empty otherwise.
         certificate: proof by samples of an epsilon below the computed one, made before the first step; None without.
         advised: options that were chosen for the user, from public numbers; empty otherwise.
     """
@@ -59,7 +58,6 @@ class PrivacyPlan:
     noise_multiplier: float
     clipper: Clipping
     preclip: Preclip = Identity()
-    compared: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
     certificate: Certificate | None = dataclasses.field(default=None, compare=False)
     advised: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 

@@ -26,7 +26,7 @@ PLAN = (
     "--num-examples", "--batch", "--steps", "--epochs", "--epsilon", "--noise-multiplier", "--delta", "--sampling",
     "--adjacency", "--noise-mechanism", "--noise-kwargs", "--noise-restart-every", "--noise-at-changes",
     "--preconditioner", "--preconditioner-kwargs", "--amplification-samples", "--privacy-unit", "--records-per-user",
-    "--optimizer", "--momentum", "--schedule", "--trained", "--weights", "--finetuning",
+    "--optimizer", "--momentum", "--schedule", "--weights", "--finetuning",
     "--objective", "--compare", "--json", "--allow-large-delta", "--unknown",
 )  # fmt: skip
 HEAD = (
