@@ -14,7 +14,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import HfArgumentParser
 
 from hf_dpopt import DPConfigError, DPTrainingArguments
-from hf_dpopt.huggingface.refusals import check_arguments
+from hf_dpopt.huggingface.refusals.training_arguments import check_arguments
 from recipes.public_first import check_public
 
 ACTIONS = ("do_train", "do_eval", "do_predict")

@@ -39,7 +39,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
-from hf_dpopt.huggingface.refusals import check_arguments
+from hf_dpopt.huggingface.refusals.training_arguments import check_arguments
 from recipes import models, options, processes, running, stackoverflow_synthetic
 from recipes.stackoverflow_data import (
     TOKENS,

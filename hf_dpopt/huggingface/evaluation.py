@@ -22,9 +22,9 @@ from hf_dpopt.common.checks import check_positive
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, UnsupportedModuleError
 from hf_dpopt.common.log import logger
 from hf_dpopt.common.sharding import give_back
-from hf_dpopt.huggingface import refusals
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.metric_release import usual_bound
+from hf_dpopt.huggingface.refusals.data import check_evaluation
 from hf_dpopt.huggingface.shards import is_in_shards
 from hf_dpopt.huggingface.storage_faults import found_by, open_log
 from hf_dpopt.plan.evaluation_budget import EvaluationBudget
@@ -109,7 +109,7 @@ class EvaluationGuard:
         if not any(dataset is one for one in before):
             if self._training.dataset is not train_dataset:
                 self._training = TrainingRows(train_dataset)
-            refusals.check_evaluation(dataset, self._training)
+            check_evaluation(dataset, self._training)
         self._held_out = (*before, dataset, *(dataset.values() if isinstance(dataset, dict) else ()))
         try:
             yield

@@ -6,11 +6,11 @@ import dataclasses
 
 from hf_dpopt.common.collectives import Ranks
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.huggingface import refusals
 from hf_dpopt.huggingface.advisor import Advised, ask_advisor, ask_again, typed_batch
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.metric_release import complete_metrics
+from hf_dpopt.huggingface.refusals.data import check_batch
 from hf_dpopt.huggingface.workload import workload_of
 from hf_dpopt.noise.registry import check_length, is_independent
 from hf_dpopt.plan.choose import make_plan
@@ -93,7 +93,7 @@ def plan_run(inputs: TrainerInputs, ranks: Ranks) -> PlannedRun | None:
     user's accumulation becomes part of its expected size.
 
     Args:
-        inputs: what the trainer was given, after `refusals.check_inputs`.
+        inputs: what the trainer was given, after `check_inputs`.
         ranks: processes of the run, which all plan the same.
 
     Raises:
@@ -149,7 +149,7 @@ def _plan_run(inputs: TrainerInputs, ranks: Ranks, expected: int) -> PlannedRun:
 
     recorded, advised = ranks.same(chosen)
     settled = advised.applied_to(args)  # args themselves change once there is a plan
-    refusals.check_batch(settled, expected, num_examples)
+    check_batch(settled, expected, num_examples)
     expected = settled.expected_batch_size or expected
     config = settled.privacy_config(expected)
     num_steps = args.max_steps if args.max_steps > 0 else steps_of(args.num_train_epochs, num_examples, expected)

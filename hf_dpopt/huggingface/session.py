@@ -16,13 +16,15 @@ from hf_dpopt.common import collectives
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.common.sharding import give_back
-from hf_dpopt.huggingface import refusals, stage_options
+from hf_dpopt.huggingface import stage_options
 from hf_dpopt.huggingface.advice_log import announce
 from hf_dpopt.huggingface.checkpoints import loading
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.loader import TrainingRecords
 from hf_dpopt.huggingface.metric_release import announce_metrics
 from hf_dpopt.huggingface.planning import PlannedRun
+from hf_dpopt.huggingface.refusals.fsdp import check_shards
+from hf_dpopt.huggingface.refusals.model import check_model
 from hf_dpopt.huggingface.shards import is_in_shards
 from hf_dpopt.public.public_gradients import PublicGradients
 from hf_dpopt.randomness.framework import reseed_from_the_system, secret_randomness
@@ -85,7 +87,7 @@ class TrainingSession:
         self._unprivatized = UnprivatizedStatistics()
         with contextlib.ExitStack() as undone:
             # Only now do parameters have their final identity.
-            refusals.check_model(model)
+            check_model(model)
             keep_layout(model)
             collectives.broadcast_parameters(model)
             self.kept = KeptState(model, has_caches=False)
@@ -100,7 +102,7 @@ class TrainingSession:
                 model, inputs.per_example_loss_func or "auto", label_smoothing=args.label_smoothing_factor
             )
             if is_in_shards(model):
-                refusals.check_shards(self.plan, inputs)
+                check_shards(self.plan, inputs)
             self._check_optimizer(optimizer)
             self._collation, self._sample = records.collation(model, self.losses)
             with self.losses.named_first():

@@ -20,7 +20,7 @@ from hf_dpopt.common.disk_faults import naming
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.common.log import is_secret_key, logger
 from hf_dpopt.common.sharding import give_back
-from hf_dpopt.huggingface import refusals, stage_options
+from hf_dpopt.huggingface import stage_options
 from hf_dpopt.huggingface.arguments import RefuseStockTraining
 from hf_dpopt.huggingface.checkpoints import Checkpoints, loading
 from hf_dpopt.huggingface.evaluation import EvaluationGuard
@@ -28,6 +28,10 @@ from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.loader import TrainingRecords, without_unused
 from hf_dpopt.huggingface.planning import plan_run, to_train
 from hf_dpopt.huggingface.preemption import Preemption
+from hf_dpopt.huggingface.refusals import check_inputs
+from hf_dpopt.huggingface.refusals.model import check_model_with_records
+from hf_dpopt.huggingface.refusals.trainer_class import check_arguments_given, check_order, check_overrides
+from hf_dpopt.huggingface.refusals.training_arguments import check_accelerator, check_accumulation
 from hf_dpopt.huggingface.release_guard import ReleaseGuard, TokenizerLengths
 from hf_dpopt.huggingface.session import TrainingSession
 from hf_dpopt.huggingface.shards import (
@@ -81,7 +85,7 @@ class DPTrainerMixin(_Trainer):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        refusals.check_order(cls, DPTrainerMixin)
+        check_order(cls, DPTrainerMixin)
 
     @explains_storage_faults
     def __init__(
@@ -95,7 +99,7 @@ class DPTrainerMixin(_Trainer):
         postprocess: Sequence[Postprocess] = (),
         **kwargs: Any,
     ):
-        refusals.check_arguments_given(args, type(self))
+        check_arguments_given(args, type(self))
         self.args = args
         log.show(args.process_index == 0, is_debug=args.log_level == "debug")
         inputs = TrainerInputs.of(
@@ -110,8 +114,8 @@ class DPTrainerMixin(_Trainer):
             postprocess=tuple(postprocess),
         )
         training = TrainingRows(inputs.train_dataset)
-        refusals.check_overrides(type(self), DPTrainerMixin)
-        refusals.check_inputs(inputs, training)
+        check_overrides(type(self), DPTrainerMixin)
+        check_inputs(inputs, training)
         self._inputs, self._planned = inputs, plan_run(inputs, collectives.current_ranks())
         self._checkpoints, self._goes_on = Checkpoints(args), False
         self._preemption = Preemption(replaces_handlers=bool(args.enable_jit_checkpoint))
@@ -121,7 +125,7 @@ class DPTrainerMixin(_Trainer):
         keep_layout(self.model)
         made = self._as_made()  # some trainers load the model or wrap it in an adapter themselves
         if model is not None and not inputs.has_final_model:
-            refusals.check_model_with_records(made)
+            check_model_with_records(made)
         if self._planned is not None and not inputs.has_final_model:
             self._planned = self._planned.completed(made)
         if self._planned is not None:
@@ -196,15 +200,15 @@ class DPTrainerMixin(_Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        refusals.check_accelerator(self.accelerator)
+        check_accelerator(self.accelerator)
         write_whole_models(self.accelerator)
         average_no_gradients(self.accelerator)
 
     @explains_storage_faults
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         to_train(self._planned)
-        refusals.check_accumulation(self.args)
-        refusals.check_accelerator(self.accelerator)
+        check_accumulation(self.args)
+        check_accelerator(self.accelerator)
         self._session = None
         checkpoint, self._goes_on = self._checkpoints.choose(resume_from_checkpoint)
         with self._preemption.watching(), self._closing():

@@ -10,7 +10,7 @@ import transformers as tf
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
 from hf_dpopt import UnsupportedModuleError, clipped_gradient_sum
-from hf_dpopt.huggingface import refusals
+from hf_dpopt.huggingface.refusals.model import check_model
 from tests.grads.models import FAMILIES, VOCABULARY, batch_for
 from tests.reference.clipping import clipped_sum, relative_error
 
@@ -53,7 +53,7 @@ def with_lora(model):
 @pytest.mark.parametrize("base", BASES)
 def test_lora_on_a_quantised_base_is_exact(base, llama_dir):
     model = with_lora(quantised(llama_dir, **BASES[base]))
-    refusals.check_model(model)
+    check_model(model)
     batch = batch_for(model)
     got = clipped_gradient_sum(model, batch, clipping_norm=0.05)
     assert relative_error(got, clipped_sum(model, batch, 0.05)) <= 1e-5
@@ -68,7 +68,7 @@ def test_outliers_of_one_record_change_the_others_and_are_refused(llama_dir):
             first = torch.stack([model(torch.stack([ids[0], other])).logits[0] for other in ids[1:]])
         assert (not torch.equal(first, first[:1].expand_as(first))) == couples
     with pytest.raises(UnsupportedModuleError, match="outliers over the whole batch.*llm_int8_threshold=0.0"):
-        refusals.check_model(with_lora(quantised(llama_dir, load_in_8bit=True)))
+        check_model(with_lora(quantised(llama_dir, load_in_8bit=True)))
 
 
 @pytest.mark.parametrize("config", [{"quant_method": "fp8"}, SimpleNamespace(quant_method="gptq")])
@@ -76,4 +76,4 @@ def test_other_quantisations_are_refused_by_name(config):
     model = FAMILIES["llama"].with_lora()
     model.config.quantization_config = config
     with pytest.raises(UnsupportedModuleError, match="quantised by (fp8|gptq).*load_in_4bit=True"):
-        refusals.check_model(model)
+        check_model(model)

@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType, DynamoBackend
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from hf_dpopt import DPConfigError, DPTrainer, UnsupportedModuleError
-from hf_dpopt.huggingface import refusals
+from hf_dpopt.huggingface.refusals.training_arguments import check_accelerator
 from tests.refusals.base import bert, num_charged, records
 
 
@@ -202,17 +202,17 @@ def test_accelerator(case):
     """States that this machine cannot be put in, so the check is called with what accelerate would hold."""
     values, mend = ACCELERATORS[case]
     with pytest.raises(DPConfigError, match=mend):
-        refusals.check_accelerator(_accelerator(**values))
+        check_accelerator(_accelerator(**values))
 
 
 @pytest.mark.parametrize("mode", ["NO", "MULTI_CPU", "MULTI_GPU"])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_plain_data_parallelism_is_allowed(mode, precision):
-    assert refusals.check_accelerator(_accelerator(mode, mixed_precision=precision)) is None  # it raises else
+    assert check_accelerator(_accelerator(mode, mixed_precision=precision)) is None  # it raises else
 
 
 def test_fsdp2_is_allowed():
-    assert refusals.check_accelerator(_accelerator("FSDP", state=_fsdp())) is None
+    assert check_accelerator(_accelerator("FSDP", state=_fsdp())) is None
 
 
 def test_stock_arguments(tmp_path, refused):

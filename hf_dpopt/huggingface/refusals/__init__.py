@@ -4,34 +4,12 @@ One file for each thing that is examined; a new refusal is one line of a table t
 """
 
 from hf_dpopt.huggingface.inputs import TrainerInputs
-from hf_dpopt.huggingface.refusals.data import (
-    check_batch,
-    check_data,
-    check_datasets,
-    check_evaluation,
-    check_private_evaluation,
-)
-from hf_dpopt.huggingface.refusals.fsdp import check_shards
+from hf_dpopt.huggingface.refusals.data import check_data, check_datasets, check_private_evaluation
 from hf_dpopt.huggingface.refusals.gradient_stages import check_stages
-from hf_dpopt.huggingface.refusals.model import check_model, check_model_given, check_model_with_records
-from hf_dpopt.huggingface.refusals.trainer_class import check_arguments_given, check_loss, check_order, check_overrides
-from hf_dpopt.huggingface.refusals.training_arguments import check_accelerator, check_accumulation, check_arguments
+from hf_dpopt.huggingface.refusals.model import check_model_given, check_model_with_records
+from hf_dpopt.huggingface.refusals.trainer_class import check_loss
+from hf_dpopt.huggingface.refusals.training_arguments import check_arguments
 from hf_dpopt.records.overlap import TrainingRows
-
-__all__ = [
-    "check_accelerator",
-    "check_accumulation",
-    "check_arguments",
-    "check_arguments_given",
-    "check_batch",
-    "check_evaluation",
-    "check_inputs",
-    "check_model",
-    "check_model_with_records",
-    "check_order",
-    "check_overrides",
-    "check_shards",
-]
 
 
 def check_inputs(inputs: TrainerInputs, training: TrainingRows) -> None:
