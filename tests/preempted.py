@@ -63,7 +63,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dp2": {"preconditioner": "dp2_rmsprop", "preconditioner_kwargs": {"delay": 2}, "optim": "sgd"},
     "dp2_correlated": {
         "preconditioner": "dp2_rmsprop", "preconditioner_kwargs": {"delay": 2}, "noise_mechanism": "nu_dpftrl",
-        "noise_at_changes": "by_phase", "optim": "sgd",
+        "optim": "sgd",
     },
     "filter": {"filter": "first_order_v1", "optim": "dp_adam_bc", "average_iterate": "exponential"},
     "noise_aware": {"noise_mechanism": "nu_dpftrl", "optim": "dp_adam_bc"},

@@ -12,13 +12,13 @@ from hf_dpopt.noise.anti_pgd import AntiPGD, DampedAntiPGD, optimize_damped
 from hf_dpopt.noise.banded import BandedToeplitz, choose_num_bands, optimize_banded
 from hf_dpopt.noise.banded_inverse import BandedInverse
 from hf_dpopt.noise.blt import BufferedLinearToeplitz, fit_blt, optimize_blt
-from hf_dpopt.noise.copies import Phased, Restarted
 from hf_dpopt.noise.fourier import FourierStrategy
 from hf_dpopt.noise.gaussian import IdentityStrategy, IndependentStream
 from hf_dpopt.noise.mechanism import NoiseMechanism, independent_noise
 from hf_dpopt.noise.nu_dpftrl import NuDPFTRL, optimize_nu
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.registry import MECHANISMS, Mechanism, Setting, make_strategy, register
+from hf_dpopt.noise.restarts import Restarted
 from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy, from_parameters, is_whole
 from hf_dpopt.noise.streams import CorrelatedStream, NoiseStream, StreamCost
 from hf_dpopt.noise.workloads import Workload, linear_cooldown, momentum_workload, prefix_sum_workload
@@ -42,7 +42,6 @@ __all__ = [
     "NoiseStream",
     "NuDPFTRL",
     "Participation",
-    "Phased",
     "Restarted",
     "Setting",
     "StreamCost",

@@ -13,8 +13,8 @@ from typing import Any
 
 from hf_dpopt.common.checks import check_at_most, check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.copies import Phased, Phases, restart
 from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.restarts import restart
 from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.noise.workloads import Workload
 
@@ -114,7 +114,6 @@ def make_strategy(
     options: Mapping[str, Any] | None = None,
     *,
     restart_every: int | None = None,
-    phases: tuple[int, ...] | None = None,
 ) -> NoiseStrategy:
     """Make the strategy of a named mechanism for a run.
 
@@ -123,7 +122,6 @@ def make_strategy(
         setting: the run.
         options: those of the mechanism (`Mechanism.options`).
         restart_every: steps after which it starts anew; it is then tuned for that many.
-        phases: steps of each kind of phase, for a stream of its own each; it is then tuned for the kind with the most.
 
     Raises:
         DPConfigError: for unknown options or values out of range; what is allowed is in the message.
@@ -135,15 +133,6 @@ def make_strategy(
             f"`noise_kwargs` has {', '.join(unknown)}, which noise_mechanism={name!r} does not know. It takes: "
             f"{', '.join((*mechanism.options, *mechanism.stream_options)) or 'nothing'}."
         )
-    if phases is not None:
-        turns = Phases(phases)
-        kind = max(range(len(phases)), key=lambda kind: turns.count(kind, setting.num_steps))
-        length = turns.count(kind, setting.num_steps)
-        separation = max(1, turns.closest(kind, setting.participation.min_sep))
-        often = Participation(setting.participation.max_participations, separation)
-        own = dataclasses.replace(often, max_participations=often.fits(length))
-        part = dataclasses.replace(setting, num_steps=length, participation=own, workload=None)
-        return Phased(_tune(mechanism, part, options), phases)
     if restart_every is None:
         return _tune(mechanism, setting, options)
     check_count("noise_restart_every", restart_every, "the number of steps after which the noise starts anew")

@@ -79,10 +79,6 @@ class NoiseStrategy(abc.ABC):
         """Number p of bands, if entries of C more than p - 1 below the diagonal are zero, else None."""
         return None
 
-    def is_orthogonal_every(self, separation: int) -> bool:
-        """Whether no row of C holds two steps that are multiples of `separation` apart, however long the run is."""
-        return self.num_bands is not None and self.num_bands <= separation
-
     @abc.abstractmethod
     def strategy_matrix(self, n: int) -> np.ndarray:
         """C, (n, n) lower-triangular; (nodes, n) for a tree."""
@@ -130,7 +126,7 @@ class NoiseStrategy(abc.ABC):
         return self.sensitivity(n, participation) * float(np.sqrt(self.per_query_error(n, workload).mean()))
 
     def restarted(self, every: int) -> NoiseStrategy | None:
-        """Itself with restarts of its own after `every` steps; None where copies do (`hf_dpopt.noise.copies`)."""
+        """Itself with restarts of its own after `every` steps; None where copies do (`hf_dpopt.noise.restarts`)."""
         return None
 
     # --- stream and cost ---------------------------------------------------------------------------------------------

@@ -250,8 +250,7 @@ class _Choice:
             return ["restart"]  # to compare it with others takes a matrix of that many steps
         if config.noise_restart_every is not None:
             return ["carry_on"] if changes.every % config.noise_restart_every else ["restart"]
-        restart, by_phase = changes.every > 1, len(changes.lengths) > 1
-        return ["carry_on", *(["restart"] if restart else []), *(["by_phase"] if by_phase else [])]
+        return ["carry_on", "restart"] if changes.every > 1 else ["carry_on"]
 
     def _candidate(self, at_changes: str) -> tuple[PrivacyConfig, Release]:
         """The release that crosses changes of the scale in one way, and the config without "auto" that it stands for.
@@ -263,7 +262,6 @@ class _Choice:
         if at_changes == "restart":
             assert self.changes is not None
             config = _restarted(config, self.changes.every)
-        phases = self._phases() if at_changes == "by_phase" else None
         mechanism, options = MECHANISMS[config.noise_mechanism], config.mechanism_options
         if mechanism.is_independent and options != config.noise_kwargs:
             raise DPConfigError(
@@ -277,7 +275,7 @@ class _Choice:
             elif (num_bands := mechanism.num_bands_of(options)) is None:
                 num_bands = options["num_bands"] = self._best_num_bands(sampler, adjacency)
             sampler = sampler.with_groups(num_bands)
-        strategy, steps = kept or (self._tuned_strategy(config, sampler, options, phases), int(self.num_steps))
+        strategy, steps = kept or (self._tuned_strategy(config, sampler, options), int(self.num_steps))
         check_sizes(self.num_examples, steps)  # which a recorded plan names
         if self.stage.opening is not None:
             check_positive(noise_multiplier_of_the_opening_query=self.stage.opening.noise_multiplier)
@@ -285,39 +283,21 @@ class _Choice:
             sampler=sampler, strategy=strategy, steps=steps, adjacency=adjacency, tuned=config.tuned,
             opening=None if self.stage.opening is None else self.stage.opening.noise_multiplier, earlier=self.earlier,
         )  # fmt: skip
-        if at_changes in ("carry_on", "by_phase") and not sampler.takes_changing_scales:
+        if at_changes == "carry_on" and not sampler.takes_changing_scales:
             raise DPConfigError(
                 f"Correlated noise that goes on where scales change has no proof with sampling={sampler.name!r}. "
                 "Use sampling='fixed_order', or noise_at_changes='restart'."
             )
         return dataclasses.replace(config, sampling=sampler.name, adjacency=adjacency), release
 
-    def _phases(self) -> tuple[int, ...]:
-        """Steps of each kind of phase, where each has a stream of its own."""
-        assert self.changes is not None
-        if len(self.changes.lengths) < 2:
-            raise DPConfigError(
-                "noise_at_changes='by_phase' needs phases of different kinds, as those of DP^2; here one scale is "
-                "made anew. Use carry_on or restart."
-            )
-        if self.config.noise_restart_every is not None:
-            raise DPConfigError(
-                "noise_at_changes='by_phase' does not go with noise_restart_every: leave one of them out."
-            )
-        return self.changes.lengths
-
-    def _tuned_strategy(
-        self, config: PrivacyConfig, sampler: Sampler, options: dict[str, Any], phases: tuple[int, ...] | None
-    ) -> NoiseStrategy:
+    def _tuned_strategy(self, config: PrivacyConfig, sampler: Sampler, options: dict[str, Any]) -> NoiseStrategy:
         setting = Setting(
             num_steps=int(self.num_steps),
             participation=sampler.participation(self.num_steps),
             workload=self.workload,
             backend=config.stream_options["backend"],
         )
-        return make_strategy(
-            config.noise_mechanism, setting, options, restart_every=config.noise_restart_every, phases=phases
-        )
+        return make_strategy(config.noise_mechanism, setting, options, restart_every=config.noise_restart_every)
 
     def _kept_strategy(self, config: PrivacyConfig) -> tuple[NoiseStrategy, int] | None:
         """Strategy and steps of the run that is continued, if the same noise was asked for in the same words.
@@ -329,8 +309,6 @@ class _Choice:
             return None
         names = ("noise_mechanism", "noise_kwargs", "noise_restart_every")
         if any(getattr(config, name) != getattr(recorded, name) for name in names):
-            return None
-        if (config.noise_at_changes == "by_phase") != (recorded.noise_strategy["name"] == "phased"):
             return None
         return from_parameters(recorded.noise_strategy), int(recorded.noise_steps)
 

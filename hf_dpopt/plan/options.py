@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, get_args
 T = TypeVar("T")
 
 ClippingName = Literal["flat", "per_layer", "automatic"]
-NoiseAtChanges = Literal["auto", "carry_on", "restart", "by_phase"]
+NoiseAtChanges = Literal["auto", "carry_on", "restart"]
 NoiseRng = Literal["secure", "fast"]
 PrivacyUnit = Literal["example", "user", "block"]
 UserWeighting = Literal["constant", "mean"]
@@ -237,8 +237,8 @@ class NoiseOptions:
     noise_restart_every: int | None = option(None, "Restart correlated noise after so many steps.", unset="never")
     noise_at_changes: str = option(
         "auto",
-        "Correlated noise when a preconditioner or clipping norm changes: continue, restart, or one stream per kind "
-        "of phase; auto takes the least predicted error: docs/changing_scales.md.",
+        "Correlated noise when a preconditioner or clipping norm changes: continue or restart; auto takes the least "
+        "predicted error: docs/changing_scales.md.",
         choices=get_args(NoiseAtChanges),
     )
     noise_rng: str = option(

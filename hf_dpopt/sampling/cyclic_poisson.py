@@ -12,14 +12,12 @@ import numpy as np
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.copies import Phased
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.randomness.cipher import WORD_BLOCK, derive_key, word_blocks
 from hf_dpopt.sampling.sampler import Sampler, Steps, as_chains, repeat, sensitivity_over
 
 MOST_KEPT = 2**26  # records whose groups are kept: a byte each, or two; beyond, they are drawn anew in every step
-CHECKED_STEPS, MOST_CHECKED = 64, 512  # of a strategy's matrix
 
 
 def _draw_groups(key: bytes, num_examples: int, num_groups: int) -> Iterator[np.ndarray]:
@@ -37,18 +35,6 @@ def _groups(key: bytes, num_examples: int, num_groups: int) -> tuple[np.ndarray,
 def _places(blocks: Iterator[np.ndarray]) -> np.ndarray:
     """Places of what is True, over blocks of `WORD_BLOCK`; int64."""
     return np.concatenate([i * WORD_BLOCK + np.flatnonzero(block) for i, block in enumerate(blocks)])
-
-
-@functools.lru_cache(maxsize=64)
-def _is_orthogonal(strategy: NoiseStrategy, num_groups: int) -> bool:
-    """Whether no row of C meets two steps of a group: as the strategy says, and as its matrix does."""
-    if strategy.num_bands is not None and strategy.num_bands <= num_groups:
-        return True  # bands are looked at wherever noise is made of a strategy
-    if not strategy.is_orthogonal_every(num_groups):
-        return False
-    n = min(max(CHECKED_STEPS, 4 * num_groups), MOST_CHECKED)
-    is_met = strategy.strategy_matrix(n) != 0
-    return all(is_met[:, first::num_groups].sum(axis=1).max() <= 1 for first in range(min(num_groups, n)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,20 +100,14 @@ class CyclicPoissonSampler(Sampler):
 
     def refuses(self, strategy: NoiseStrategy) -> str:
         """Strategies of more bands than groups: Theorem 4 needs orthogonal columns."""
-        bands = strategy.num_bands
-        if strategy.is_independent or _is_orthogonal(strategy, self.num_groups):
-            return ""
-        if isinstance(strategy, Phased):
-            return (
-                f"with a stream for each kind of phase, steps of one record that are {self.num_groups} apart in the "
-                "run are closer in the clock of a stream than it has bands. Use fewer bands than that, or "
-                "noise_at_changes='carry_on'."
-            )
+        bands = 1 if strategy.is_independent else strategy.num_bands
         if bands is None:
             return (
                 "a record's group comes back every few steps, and noise without bands ties all its steps "
                 "together. Use noise_mechanism='banded', or sampling='fixed_order'."
             )
+        if bands <= self.num_groups:  # `check_claims` compares them with the matrix wherever noise is made of it
+            return ""
         return (
             f"{bands} bands tie steps together that are {self.num_groups} apart, when a record's group "
             f"comes back. Use num_bands <= {self.num_groups}, or more groups."

@@ -51,7 +51,7 @@ class Strategy:
             return self.fields.text("variant") != "full_honaker"
         if self.name == "restarted":
             return self.base.is_anytime
-        return self.name in COEFFICIENTS or self.name == "phased"
+        return self.name in COEFFICIENTS
 
     def coefficients(self, n: int) -> np.ndarray | None:
         """First column of C, (n,), where C is Toeplitz; else None."""
@@ -164,22 +164,7 @@ def _copies(strategy: Strategy, n: int) -> np.ndarray:
     return block_diag(*[strategy.base.matrix(min(every, n - first)) for first in range(0, n, every)])
 
 
-def _phased(strategy: Strategy, n: int) -> np.ndarray:
-    """A copy for every kind of step, each with the steps of its kind."""
-    lengths = [int(length) for length in strategy.fields.numbers("lengths")]
-    if min(lengths) < 1:
-        raise Contradiction("phases of no steps")
-    kinds = np.resize(np.repeat(np.arange(len(lengths)), lengths), n)
-    whole = np.zeros((n, n))
-    for kind in range(len(lengths)):
-        steps = np.flatnonzero(kinds == kind)
-        if len(steps):
-            whole[np.ix_(steps, steps)] = strategy.base.matrix(len(steps))
-    return whole
-
-
 MATRICES = {
     "tree": _tree,
     "restarted": _copies,
-    "phased": _phased,
 }

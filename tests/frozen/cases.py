@@ -73,10 +73,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "preconditioner": "dp2_adagrad", "preconditioner_kwargs": {"delay": 20}, "noise_mechanism": "blt",
         "noise_at_changes": "restart",
     },
-    "DP2 adagrad, nu, by phase": {
-        "preconditioner": "dp2_adagrad", "preconditioner_kwargs": {"delay": 20}, "noise_mechanism": "nu_dpftrl",
-        "noise_at_changes": "by_phase",
-    },
     "quantile": {"preconditioner": "quantile"},
     "one query, nu": {"preconditioner": "one_query", "noise_mechanism": "nu_dpftrl", "noise_kwargs": {"nu": 0.05}},
     "AdaDPS": {"preconditioner": "adadps"},

@@ -106,7 +106,7 @@ def noise_case() -> st.SearchStrategy[Case]:
     steps = st.sampled_from((1, 2, 6, 40, 300, 3000, 2 * 10**7, 10**9, 10**15))
     more = st.sampled_from(
         ({}, {}, {"noise_restart_every": 3}, {"noise_restart_every": 10**9}, {"target_epsilon": 1.0, "noise_multiplier": None},
-         {"preconditioner": "dp2_rmsprop", "preconditioner_kwargs": {"delay": 2}, "noise_at_changes": "by_phase"},
+         {"preconditioner": "dp2_rmsprop", "preconditioner_kwargs": {"delay": 2}, "noise_at_changes": "restart"},
          {"adjacency": "replace_one"}, {"expected_batch_size": 64}, {"privacy_unit": "user"})
     )  # fmt: skip
     return st.builds(

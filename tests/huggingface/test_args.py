@@ -36,7 +36,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "noise_mechanism": ("blt", "blt"),
     "noise_kwargs": ('{"num_buffers": 2}', {"num_buffers": 2}),
     "noise_restart_every": ("100", 100),
-    "noise_at_changes": ("by_phase", "by_phase"),
+    "noise_at_changes": ("restart", "restart"),
     "amplification_samples": ("0", 0),
     "earlier_runs": ("runs/head", ["runs/head"]),
     "tuned_runs": ("10", 10.0),

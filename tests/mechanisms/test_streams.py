@@ -23,7 +23,7 @@ ALL = strategies(N)
 TREES = ("tree", "honaker", "restarted-tree", "restarted-as-it-is")
 STREAMS = (
     "nu", "damped", "inverse-bands", "bands", "one-band", "blt", "dense", "restarted-nu", "full-honaker",
-    "restarted-blt", "restarted-bands", "phased",
+    "restarted-blt", "restarted-bands",
 )  # fmt: skip
 BACKENDS = {
     "auto": {},

@@ -115,8 +115,7 @@ def test_algorithm_2_is_for_independent_noise():
     assert plan(12, DelayedPreconditioner(**options), **budget).strategy.is_independent
 
 
-@pytest.mark.parametrize(("way", "strategy"), [("restart", "restarted"), ("carry_on", "blt"),
-                                                ("by_phase", "phased")])  # fmt: skip
+@pytest.mark.parametrize(("way", "strategy"), [("restart", "restarted"), ("carry_on", "blt")])
 def test_correlated_noise_crosses_a_change_of_the_scale(tmp_path, way, strategy):
     spec = DelayedPreconditioner(delay=4, adaptive_steps=2, eps=EPS, clipping_norm=OWN_CLIP, unbiased=False)
     asked = dict(

@@ -10,20 +10,16 @@ import dataclasses
 import itertools
 import math
 import time
-from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
-from scipy.linalg import toeplitz
 from scipy.stats import norm
 
 from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
 from hf_dpopt.accounting import accountants, epsilon
 from hf_dpopt.clipping import make_engine
-from hf_dpopt.noise import BandedToeplitz, NoiseStrategy, NuDPFTRL, Participation, Phased, momentum_workload
-from hf_dpopt.noise.copies import Copies, Phases
-from hf_dpopt.noise.tree import TreeAggregation
+from hf_dpopt.noise import BandedToeplitz, NuDPFTRL, Restarted, momentum_workload
 from hf_dpopt.plan.compare import errors_across, predicted_errors, ranked
 from hf_dpopt.preclip import DelayedPreconditioner, PublicPreconditioner, QuantileClipping, ScaleChanges
 from hf_dpopt.preclip.subspace_projection import PublicSubspaceProjection
@@ -40,12 +36,11 @@ ADAPTIVE = {
     "noise first": DelayedPreconditioner(delay=2, variant="noise_first", eps=0.02),
     "quantile": QuantileClipping(learning_rate=1.0, count_noise=0.4),
 }
-WAYS = ("carry_on", "by_phase", "restart")
+WAYS = ("carry_on", "restart")
 
 
 def _crosses(name: str, way: str) -> bool:
-    kinds = len(ADAPTIVE[name].changes(CLIP_SGD).lengths)
-    return not (way == "by_phase" and kinds == 1) and not (way == "restart" and name == "quantile")
+    return not (way == "restart" and name == "quantile")
 
 
 # --- what the engine does --------------------------------------------------------------------------------------------
@@ -112,69 +107,6 @@ def test_whitened_the_noise_that_was_added_is_independent_at_one_level(tmp_path,
     assert np.abs(off).max() < 1.2 * z * math.sqrt(2 / (count / STEPS))
 
 
-# --- the matrix of phases --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lengths", [(50, 50), (3, 2), (1, 4, 2), (2, 2)])
-def test_the_clock_of_a_kind(lengths):
-    phases, n = Phases(lengths), 97
-    kinds = phases.kinds(n)
-    for t in range(n):
-        kind, clock = phases.place(t)
-        assert kind == kinds[t] and clock == (kinds[:t] == kind).sum() == phases.count(kind, t)
-        assert phases.step(kind, clock) == t
-    for kind, separation in itertools.product(range(len(lengths)), (1, 2, 5, 7, 30)):
-        steps = [t for t in range(400) if Phases(lengths).place(t)[0] == kind]
-        distances = [phases.place(b)[1] - phases.place(a)[1] for a in steps[:60] for b in steps if b - a >= separation]
-        assert phases.closest(kind, separation) == min(distances)
-
-
-def _worst_by_brute_force(matrix: np.ndarray, participation: Participation) -> float:
-    n, b = len(matrix), participation.min_sep
-    worst = 0.0
-    for first in range(min(b, n)):
-        steps = list(range(first, n, b))[: participation.max_participations]
-        worst = max(worst, float(np.linalg.norm(matrix[:, steps].sum(axis=1))))
-    return worst
-
-
-@pytest.mark.parametrize("lengths", [(3, 2), (5, 5), (1, 4, 2)])
-@pytest.mark.parametrize("base", [NuDPFTRL(0.02), BandedToeplitz((1.0, 0.5, 0.25))])
-@pytest.mark.parametrize(("k", "b"), [(1, 3), (4, 5), (3, 7), (20, 1)])
-def test_the_sensitivity_is_that_of_the_interleaved_matrix(base, lengths, k, b):
-    n, strategy = 37, Phased(base, lengths)
-    participation = Participation(k, b, "fixed_epoch")
-    assert strategy.sensitivity(n, participation) == pytest.approx(
-        _worst_by_brute_force(strategy.strategy_matrix(n), participation)
-    )
-    rng, loose, matrix = np.random.default_rng(0), Participation(k, b), strategy.strategy_matrix(n)
-    worst = strategy.sensitivity(n, participation)
-    for _ in range(300):  # patterns of steps that are at least b apart
-        steps, t = [], int(rng.integers(b))
-        while t < n and len(steps) < k:
-            steps.append(t)
-            t += b + int(rng.integers(3))
-        worst = max(worst, float(np.linalg.norm(matrix[:, steps].sum(axis=1))))
-    assert strategy.sensitivity(n, loose) >= worst * (1 - 1e-12)
-    assert Copies.sensitivity(strategy, n, loose) >= worst * (1 - 1e-12)
-
-
-@pytest.mark.parametrize("lengths", [(3, 2), (4, 4), (7, 1), (2, 3, 1)])
-def test_bands_are_told_apart_in_the_clock_of_a_stream(lengths):
-    n = 120
-    for bands, groups in itertools.product((1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7, 8, 10)):
-        strategy = Phased(BandedToeplitz(tuple(0.5**i for i in range(bands))), lengths)
-        matrix = strategy.strategy_matrix(n) != 0
-        met = max(int(matrix[:, first::groups].sum(axis=1).max()) for first in range(groups))
-        assert strategy.is_orthogonal_every(groups) == (met <= 1), (bands, groups)
-
-
-@pytest.mark.parametrize("base", [TreeAggregation(), NuDPFTRL(0.1)], ids=["tree", "one kind"])
-def test_streams_by_phase_are_refused_where_they_cannot_be(base):
-    with pytest.raises(DPConfigError, match="Use nu_dpftrl|one stream of noise"):
-        Phased(base, (3, 2) if base.name != "nu_dpftrl" else (3,))
-
-
 # --- sampled batches, by enumeration ---------------------------------------------------------------------------------
 
 
@@ -221,9 +153,8 @@ def _outcomes(matrix, inverse, patterns, weights, rule, stddev, num, rng, *, wit
 
 SAMPLED = {
     "cyclic poisson, carried on": ("cyclic_poisson", BandedToeplitz((1.0, 0.6)), 2, 6),
-    "cyclic poisson, by phase": ("cyclic_poisson", Phased(BandedToeplitz((1.0, 0.6)), (2, 2)), 4, 8),
     "balls in bins, carried on": ("balls_in_bins", NuDPFTRL(0.1), 3, 6),
-    "balls in bins, by phase": ("balls_in_bins", Phased(NuDPFTRL(0.1), (2, 1)), 3, 6),
+    "balls in bins, restarted": ("balls_in_bins", Restarted(NuDPFTRL(0.1), 4), 3, 6),
 }
 
 
@@ -291,7 +222,7 @@ def test_the_way_is_the_one_with_the_least_error():
     found = {way: _compared(spec, noise_at_changes=way).rmse for way in WAYS}
     best = min(found, key=found.__getitem__)
     chosen = _compared(spec)
-    assert best == "by_phase" and chosen.plan.config.noise_at_changes == best and chosen.rmse == found[best]
+    assert best == "restart" and chosen.plan.config.noise_at_changes == best and chosen.rmse == found[best]
     assert _compared(DelayedPreconditioner(delay=50, variant="noise_first")).plan.config.noise_at_changes == "restart"
     assert _compared(PublicSubspaceProjection()).plan.config.noise_at_changes == "restart"
     assert _compared(PublicSubspaceProjection(project="after_noise")).plan.config.noise_at_changes == "auto"
@@ -344,21 +275,21 @@ def test_to_predict_an_error_leaves_the_noise_as_it_is(mechanism):
 
 
 def test_a_run_says_how_its_noise_crosses_and_keeps_to_it(tmp_path):
-    spec = DelayedPreconditioner(delay=3)
-    made = plan(STEPS, spec, noise_at_changes="by_phase", **NU)
-    assert made.record.to_json()["noise_at_changes"] == "by_phase"
+    spec = DelayedPreconditioner(delay=3, variant="noise_first")
+    made = plan(STEPS, spec, noise_at_changes="carry_on", **NU)
+    assert made.record.to_json()["noise_at_changes"] == "carry_on"
     loop = Loop(tmp_path, made)
     loop.step(1)
     loop.run.close()
     again = plan(STEPS, spec, **NU)
-    assert again.config.noise_at_changes == "carry_on"
+    assert again.config.noise_at_changes == "restart"
     config = PrivacyConfig(
         noise_multiplier=1.0, target_delta=1e-3, expected_batch_size=12, clipping_norm=CLIP_SGD, **NU
     )
     resumed = make_plan(
         config, num_examples=NUM_RECORDS, num_steps=STEPS, preclip=spec, recorded=made.record
     )  # fmt: skip
-    assert resumed.strategy == made.strategy and resumed.config.noise_at_changes == "by_phase"
+    assert resumed.strategy == made.strategy and resumed.config.noise_at_changes == "carry_on"
     with pytest.raises(DPConfigError, match="noise_at_changes"):
         Loop(tmp_path, again)
 
@@ -384,22 +315,9 @@ def _values(config: PrivacyConfig) -> dict:
 def test_a_sampler_without_a_proof_is_refused(monkeypatch):
     monkeypatch.setattr(SAMPLERS["fixed_order"], "takes_changing_scales", False)
     spec = DelayedPreconditioner(delay=3)
-    for way in ("carry_on", "by_phase"):
-        with pytest.raises(DPConfigError, match="has no proof with sampling='fixed_order'"):
-            plan(STEPS, spec, noise_at_changes=way, **NU)
+    with pytest.raises(DPConfigError, match="has no proof with sampling='fixed_order'"):
+        plan(STEPS, spec, noise_at_changes="carry_on", **NU)
     assert plan(STEPS, spec, **NU).config.noise_at_changes == "restart"
-
-
-def test_bands_that_meet_in_the_clock_of_a_stream_are_refused():
-    sampler = SAMPLERS["cyclic_poisson"](num_examples=40, expected_batch_size=12, num_groups=3)
-    three = BandedToeplitz((1.0, 0.5, 0.2))
-    sampler.check_strategy(three)
-    with pytest.raises(DPConfigError, match="closer in the clock of a stream"):
-        sampler.check_strategy(Phased(three, (2, 2)))
-    sampler.check_strategy(Phased(three, (3, 3)))  # after one turn of the other kind
-    spec = DelayedPreconditioner(delay=2)
-    asked = dict(noise_mechanism="banded", noise_kwargs={"num_bands": 3}, sampling="cyclic_poisson")
-    assert plan(STEPS, spec, **asked).config.noise_at_changes == "carry_on"
 
 
 def test_a_law_of_its_own_needs_a_proof_of_its_own():
@@ -417,23 +335,6 @@ def test_a_law_of_its_own_needs_a_proof_of_its_own():
             return "Mine."
 
     assert SAMPLERS["fixed_order"].takes_changing_scales and not Mine.takes_changing_scales
-
-
-def test_a_strategy_that_says_it_is_orthogonal_is_looked_at():
-    @dataclasses.dataclass(frozen=True)
-    class Comb(NoiseStrategy):
-        name: ClassVar[str] = "test comb"
-        anytime: ClassVar[bool] = True
-
-        def is_orthogonal_every(self, separation):
-            return separation == 3
-
-        def strategy_matrix(self, n):
-            return np.tril(toeplitz([0.5 ** (t // 3) if t % 3 == 0 else 0.0 for t in range(n)]))
-
-    sampler = SAMPLERS["cyclic_poisson"](num_examples=40, expected_batch_size=12, num_groups=3)
-    with pytest.raises(DPConfigError, match="no privacy proof"):
-        sampler.check_strategy(Comb())
 
 
 def test_where_nothing_changes_nothing_is_crossed():

@@ -99,7 +99,6 @@ def _blt(n: int) -> noise.NoiseStrategy:
         TreeAggregation("full_honaker"),
         noise.Restarted(noise.NuDPFTRL(0.1), 12),
         noise.Restarted(noise.DampedAntiPGD(0.5), 5),
-        noise.Phased(noise.NuDPFTRL(0.1), (3, 2)),
     ],
     ids=lambda made: f"{made.name} {json.dumps(made.parameters())[:60]}",
 )

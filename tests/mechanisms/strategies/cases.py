@@ -14,7 +14,6 @@ from hf_dpopt.noise import (
     IdentityStrategy,
     NoiseStrategy,
     NuDPFTRL,
-    Phased,
     Restarted,
 )
 from hf_dpopt.noise.dense import DenseStrategy
@@ -44,7 +43,6 @@ def strategies(n: int) -> dict[str, NoiseStrategy]:
         "restarted-blt": Restarted(BLT, 7),
         "restarted-bands": Restarted(BANDS, 5),
         "restarted-twice": Restarted(Restarted(BANDS, 2), 4),
-        "phased": Phased(BANDS, (3, 2)),
         "fft": FourierStrategy(),
         "fft-fourier": FourierStrategy("fourier"),
         "tree": TreeAggregation("vanilla"),

@@ -42,13 +42,6 @@ EDITED = [
     {"name": "nu_dpftrl", "nu": "0.5"},
     {"name": "nu_dpftrl", "nu": True},
     {"name": "nu_dpftrl", "nu": 0.5, "num_steps": 3},
-    {"name": "phased", "base": {"name": "nu_dpftrl", "nu": 0.1}, "lengths": 3},
-    {"name": "phased", "base": {"name": "nu_dpftrl", "nu": 0.1}, "lengths": [3, 0]},
-    {
-        "name": "phased",
-        "base": {"name": "tree", "variant": "vanilla", "restart_every": 4, "tree_completion": True},
-        "lengths": [3, 2],
-    },
     {"name": "fft", "decoder": "best"},
     {"name": "fft", "decoder": ["optimal"]},
     {"name": "banded", "coefs": 3},
