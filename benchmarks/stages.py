@@ -28,7 +28,7 @@ import torch
 from step_cost import MODELS, Case, seconds
 
 from hf_dpopt.clipping.scaling import Scale
-from hf_dpopt.optim import OPTIMIZERS, state_bytes
+from hf_dpopt.optim import OPTIMIZERS
 from hf_dpopt.postprocess import IndependentNoise
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.preclip import DelayedPreconditioner, PublicPreconditioner, queries
@@ -137,7 +137,7 @@ class Running:
         for scale in self.scales():
             kept += [] if scale is None else [vars(part) for part in scale.parts.values()]
         kept += [postprocess.state_dict() for postprocess in self.chain]
-        return state_bytes(self.optimizer) + sum(x.numel() * x.element_size() for x in _tensors(kept))
+        return sum(x.numel() * x.element_size() for x in _tensors([*kept, self.optimizer.state_dict()]))
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:

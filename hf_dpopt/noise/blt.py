@@ -21,7 +21,7 @@ from hf_dpopt.noise.objective import Error, ErrorAndSlope, descend, squared_erro
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.registry import Setting, register
 from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy
-from hf_dpopt.noise.streams import CorrelatedStream, NoiseStream, State, StreamCost
+from hf_dpopt.noise.streams import CorrelatedStream, NoiseStream, StreamCost
 from hf_dpopt.noise.workloads import Workload
 from hf_dpopt.randomness.cipher import NoiseSource
 
@@ -144,9 +144,6 @@ class BufferedStream(CorrelatedStream):
         for buffer, weight, decay in zip(self._buffers[name], self._weights, self._decays, strict=True):
             total.add_(buffer, alpha=self.scale * weight)
             torch.add(normal, buffer, alpha=decay, out=buffer)
-
-    def _own_state(self) -> State:
-        return {"buffers": self._buffers}
 
 
 # --- tuning ----------------------------------------------------------------------------------------------------------

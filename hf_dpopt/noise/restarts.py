@@ -17,7 +17,7 @@ from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy
-from hf_dpopt.noise.streams import CorrelatedStream, NoiseStream, State, StreamCost
+from hf_dpopt.noise.streams import CorrelatedStream, NoiseStream, StreamCost
 from hf_dpopt.noise.workloads import Workload
 from hf_dpopt.randomness.cipher import NoiseSource
 
@@ -180,6 +180,3 @@ class RestartedStream(CorrelatedStream):
         copy, done = divmod(num_steps, self._every)
         if done:
             self._of(name, copy)._replay(like, name, tensor, done)
-
-    def _own_state(self) -> State:
-        return {name: stream._own_state() for name, (_, stream) in self._copies.items()}

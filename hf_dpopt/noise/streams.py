@@ -23,7 +23,6 @@ from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.common.reduction import Layout
 from hf_dpopt.randomness.cipher import NoiseSource
 
-State = dict[str, Any]
 Rows = Callable[[int], np.ndarray]  # t -> row t of B, (t + 1,)
 BACKENDS = ("auto", "history", "regenerate")
 
@@ -55,7 +54,7 @@ class NoiseStream(abc.ABC):
 
     def bytes_kept(self) -> int:
         """Memory of the tensors it keeps between steps."""
-        return 0
+        return sum(x.numel() * x.element_size() for x in _tensors(self))
 
 
 class CorrelatedStream(NoiseStream):
@@ -159,21 +158,14 @@ class CorrelatedStream(NoiseStream):
         assert self.num_steps == 0, "a stream that has begun cannot be moved"
         self.num_steps = self._to_replay = num_steps
 
-    def _own_state(self) -> State:
-        """Tensors that are kept between steps; secret."""
-        return {}
-
-    def bytes_kept(self) -> int:
-        """Memory of the tensors it keeps between steps."""
-        return sum(x.numel() * x.element_size() for x in _tensors(self._own_state()))
-
 
 def _tensors(value: Any) -> list[torch.Tensor]:
+    """Tensors that a stream keeps, in lists, dicts and streams of its own."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    return [x for item in value for x in _tensors(item)] if not isinstance(value, (str, int, float)) else []
+    values = vars(value) if isinstance(value, NoiseStream) else value
+    items = values.values() if isinstance(values, dict) else values
+    return [x for item in items for x in _tensors(item)] if isinstance(values, dict | list | tuple) else []
 
 
 # --- from draws that are kept or drawn again -------------------------------------------------------------------------
@@ -208,9 +200,6 @@ class HistoryStream(CorrelatedStream):
     def _replay(self, like: torch.Tensor, name: str, tensor: int, num_steps: int) -> None:
         first = 0 if self._window is None else max(0, num_steps - self._window + 1)
         self._draws[name] = [self._normal(like, tensor, row) for row in range(first, num_steps)]
-
-    def _own_state(self) -> State:
-        return {"draws": self._draws}
 
 
 class RegeneratedStream(CorrelatedStream):
@@ -260,9 +249,6 @@ class RegeneratedStream(CorrelatedStream):
         for output, weight in used:
             output.add_(draw, alpha=weight)
 
-    def _own_state(self) -> State:
-        return {"ahead": self._ahead}
-
 
 class RecurrentStream(CorrelatedStream):
     """Noise of a banded Toeplitz C, ``x_t = (z_t - sum_{i=1}^{p-1} c_i x_{t-i}) / c_0``.
@@ -291,9 +277,6 @@ class RecurrentStream(CorrelatedStream):
             ring.append(output)
         elif size:
             ring[t % size] = output
-
-    def _own_state(self) -> State:
-        return {"outputs": self._outputs}
 
 
 # --- cost ------------------------------------------------------------------------------------------------------------

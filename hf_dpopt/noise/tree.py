@@ -19,7 +19,7 @@ from hf_dpopt.noise import sensitivity
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.registry import Setting, register
 from hf_dpopt.noise.strategy import NoiseStrategy, lower_root
-from hf_dpopt.noise.streams import CorrelatedStream, NoiseStream, State, StreamCost
+from hf_dpopt.noise.streams import CorrelatedStream, NoiseStream, StreamCost
 from hf_dpopt.randomness.cipher import NoiseSource
 
 Variant = Literal["vanilla", "honaker", "full_honaker"]
@@ -297,9 +297,6 @@ class TreeStream(CorrelatedStream):
                 self._grow(total, name, tensor, first=t - every, place=place)
         done = torch.stack([estimate for _, estimate in self._open.pop(name)]).sum(dim=0)
         self._carried[name] = done if name not in self._carried else self._carried[name].add_(done)
-
-    def _own_state(self) -> State:
-        return {"carried": self._carried, "last": self._last, "open": self._open}
 
 
 HEIGHTS = 64

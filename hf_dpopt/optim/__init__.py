@@ -10,7 +10,7 @@ import torch
 
 from hf_dpopt.common.extras import import_modules
 from hf_dpopt.optim.adam import DPAdamBC, DPAdamW
-from hf_dpopt.optim.noise_aware import NoiseAwareOptimizer, state_bytes
+from hf_dpopt.optim.noise_aware import NoiseAwareOptimizer
 from hf_dpopt.optim.square_roots import DPAdaGrad, DPRMSProp
 from hf_dpopt.postprocess import Filter
 
@@ -29,7 +29,6 @@ __all__ = [
     "DPRMSProp",
     "Filter",
     "NoiseAwareOptimizer",
-    "state_bytes",
 ]
 
 import_modules(__name__, __path__)  # those that add themselves

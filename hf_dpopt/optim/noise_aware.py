@@ -6,7 +6,7 @@ import abc
 import collections
 import math
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -202,23 +202,6 @@ def root_without_noise(squares: Tensors, noise: Sequence[float], floors: Sequenc
     torch._foreach_clamp_min_(roots, floors)
     torch._foreach_sqrt_(roots)
     return list(roots)
-
-
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of memory behind the tensors in `optimizer.state_dict()`, filter included; for any torch optimizer."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(optimizer.state_dict())}
-    return sum(storages.values())
-
-
-def _tensors(tree: Any) -> Iterable[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _tensors(value)
 
 
 def check_range(name: str, value: Any, low: float, high: float) -> None:

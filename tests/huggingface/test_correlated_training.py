@@ -318,7 +318,7 @@ def test_neither_a_finished_run_nor_its_upload_holds_keys_or_buffers(tmp_path, m
 
     def collect(state, model):
         secrets.extend(secrets_in(tmp_path / "keys"))
-        for tensors in run._session.run.noise._own_state()["buffers"].values():
+        for tensors in run._session.run.noise._buffers.values():
             secrets.extend(t.flatten()[:16].numpy().tobytes() for t in tensors if t.numel() >= 16)
 
     pushed: list[str] = []
