@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
-from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.optim.noise_aware import (
     Group,
     NoiseAwareOptimizer,
@@ -16,8 +15,6 @@ from hf_dpopt.optim.noise_aware import (
     root_without_noise,
 )
 from hf_dpopt.postprocess import Filter, NoiseLevel
-
-Form = Literal["clamped_variance", "clamped_stddev"]
 
 
 class DPAdamW(NoiseAwareOptimizer):
@@ -108,7 +105,8 @@ class DPAdamBC(DPAdamW):
     step to step. Without noise and with ``variance_floor=None`` this is `DPAdamW` to the last bit.
 
     Departures from the paper: the additive ``eps`` is that of AdamW (``eps=0`` is the paper's form), and the floor
-    has a default. In bfloat16 weights the averages are float32, where v^ - Phi still means something.
+    has a default. In bfloat16 weights the averages are float32, where v^ - Phi still means something. DOPPLER's form,
+    which divides by ``max(sqrt(v^ - Phi), e)``, is ``variance_floor=e**2`` with ``eps=0``.
 
     Args:
         variance_floor: gamma, gradient units squared, >= 0; to be tuned, says the paper (the authors' scripts have
@@ -117,9 +115,6 @@ class DPAdamBC(DPAdamW):
             of v^_t where there is nothing but (constant, independent) noise, below which v^_t - Phi_t tells nothing.
             It falls from 1.4 Phi in the first step to 0.03 Phi (beta2=0.999), and noise alone then moves a weight by
             about lr per step.
-        form: how ``eps`` bounds the root r: ``clamped_variance`` divides by ``r + eps`` as above, ``clamped_stddev``
-            by ``max(r, eps)``, DOPPLER's form. With ``variance_floor=0`` the latter is ``max(sqrt(v^ - Phi), eps)``,
-            and eps (gradient units) is then to be tuned: the usual 1e-8 makes huge steps.
         noise: needed by `step`.
         params, lr, betas, eps, weight_decay, filter: the arguments of `DPAdamW`.
 
@@ -128,7 +123,7 @@ class DPAdamBC(DPAdamW):
 
     References:
         Tang et al. (2023), arXiv:2312.14334, Alg. 1.
-        Zhang et al. (2024), arXiv:2408.13460 (the filter, and the second form).
+        Zhang et al. (2024), arXiv:2408.13460 (the filter, and its form of the root).
     """
 
     def __init__(
@@ -140,19 +135,11 @@ class DPAdamBC(DPAdamW):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         variance_floor: float | None = None,
-        form: Form = "clamped_variance",
         noise: NoiseLevel | None = None,
         filter: Filter | None = None,
     ):
-        defaults = dict(
-            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, variance_floor=variance_floor, form=form
-        )
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, variance_floor=variance_floor)
         NoiseAwareOptimizer.__init__(self, params, defaults, noise=noise, filter=filter)
-
-    def _check(self, group: Group) -> None:
-        super()._check(group)
-        if group["form"] not in get_args(Form):
-            raise DPConfigError(f"form={group['form']!r} is unknown. Use one of: {', '.join(get_args(Form))}.")
 
     def _subtracts_noise(self, group: Group) -> bool:
         return True
@@ -169,10 +156,7 @@ class DPAdamBC(DPAdamW):
             floors = [floor * (1 - beta2 ** state["step"]) for state in states]
         roots = root_without_noise([state["exp_avg_sq"] for state in states], noise, floors)
         torch._foreach_div_(roots, _root_bias_corrections(group, states))
-        if group["form"] == "clamped_variance":
-            torch._foreach_add_(roots, group["eps"])
-        else:
-            torch._foreach_clamp_min_(roots, group["eps"])
+        torch._foreach_add_(roots, group["eps"])
         return roots
 
 

@@ -10,7 +10,7 @@ from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.sharding import cut_like, whole_of
 from hf_dpopt.optim import OPTIMIZERS
-from hf_dpopt.optim.adam import DPAdamBC, Form
+from hf_dpopt.optim.adam import DPAdamBC
 from hf_dpopt.optim.noise_aware import Group, NoiseAwareOptimizer, Tensors, check_range
 from hf_dpopt.postprocess import Filter, NoiseLevel
 
@@ -42,14 +42,12 @@ class DPGaLore(DPAdamBC):
         rank: r, >= 1.
         refresh_every: steps that share one P, >= 1.
         scale: factor of the projected update, >= 0.
-        reset_on_refresh: forgets the moments when P changes. Not with a filter, whose start-up correction is common
-            to all tensors.
-        inner: ``adamw``, or ``adam_bc`` to subtract the noise; `variance_floor` and `form` are for the latter.
+        inner: ``adamw``, or ``adam_bc`` to subtract the noise; `variance_floor` is for the latter.
         noise: needed by `step` with ``inner="adam_bc"``.
-        betas, eps, weight_decay, variance_floor, form, filter: the arguments of `DPAdamBC`.
+        betas, eps, weight_decay, variance_floor, filter: the arguments of `DPAdamBC`.
 
     Raises:
-        DPConfigError: for a value outside the ranges above, or a filter with `reset_on_refresh`.
+        DPConfigError: for a value outside the ranges above.
 
     References:
         Zhao et al. (2024), arXiv:2403.03507, Alg. 2; here weights decay before the update, as in AdamW.
@@ -67,10 +65,8 @@ class DPGaLore(DPAdamBC):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        reset_on_refresh: bool = False,
         inner: Inner = "adamw",
         variance_floor: float | None = None,
-        form: Form = "clamped_variance",
         noise: NoiseLevel | None = None,
         filter: Filter | None = None,
     ):
@@ -82,10 +78,8 @@ class DPGaLore(DPAdamBC):
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,
-            reset_on_refresh=reset_on_refresh,
             inner=inner,
             variance_floor=variance_floor,
-            form=form,
         )
         NoiseAwareOptimizer.__init__(self, params, defaults, noise=noise, filter=filter)
 
@@ -96,11 +90,6 @@ class DPGaLore(DPAdamBC):
         check_range("scale", group["scale"], 0, float("inf"))
         if group["inner"] not in get_args(Inner):
             raise DPConfigError(f"inner={group['inner']!r} is unknown. Use one of: {', '.join(get_args(Inner))}.")
-        if group["reset_on_refresh"] and self.filter is not None:
-            raise DPConfigError(
-                "`reset_on_refresh` cannot restart a filter for the projected tensors alone: its start-up correction "
-                "is common to all. Use reset_on_refresh=False, or no filter."
-            )
 
     def _subtracts_noise(self, group: Group) -> bool:
         return group["inner"] == "adam_bc"
@@ -115,8 +104,6 @@ class DPGaLore(DPAdamBC):
         state = self.state[p]
         age = state.get("projector_age", 0)
         if age % group["refresh_every"] == 0:
-            if group["reset_on_refresh"]:
-                state.clear()
             state["projector"] = projector(wide, group["rank"])
         state["projector_age"] = age % group["refresh_every"] + 1
         return _project(wide, state["projector"])

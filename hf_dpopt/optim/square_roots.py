@@ -38,9 +38,6 @@ class SquareRootOptimizer(NoiseAwareOptimizer):
     def _noise(self, group: Group, state: State, variance: float) -> tuple[float, float]:
         """Take the variance of the noise in a step into a state; return n_t and the decay of the accumulation."""
 
-    def _step_sizes(self, group: Group, states: list[State]) -> list[float]:
-        return [-group["lr"]] * len(states)
-
     def _update(
         self, group: Group, params: Tensors, grads: Tensors, filtered: Tensors | None, variance: float
     ) -> None:
@@ -63,7 +60,7 @@ class SquareRootOptimizer(NoiseAwareOptimizer):
         else:
             roots = list(torch._foreach_sqrt(squares))
         torch._foreach_add_(roots, group["eps"])
-        torch._foreach_addcdiv_(params, numerators, roots, self._step_sizes(group, states))
+        torch._foreach_addcdiv_(params, numerators, roots, [-group["lr"]] * len(params))
 
 
 class DPRMSProp(SquareRootOptimizer):
@@ -131,13 +128,11 @@ class DPRMSProp(SquareRootOptimizer):
 class DPAdaGrad(SquareRootOptimizer):
     r"""AdaGrad; equal to `torch.optim.Adagrad` unless `unbiased` or a filter is set.
 
-    ``V_t = V_{t-1} + g_t^2``, ``w -= lr / (1 + (t - 1) lr_decay) g_t / (sqrt(V_t) + eps)``.
+    ``V_t = V_{t-1} + g_t^2``, ``w -= lr g_t / (sqrt(V_t) + eps)``; the learning rate decays by its schedule.
 
     Args:
         params: parameters or groups of them.
         lr: learning rate, >= 0.
-        lr_decay: >= 0.
-        initial_accumulator_value: V_0, gradient units squared, >= 0.
         eps: added to the root; gradient units, >= 0.
         weight_decay: coupled (an L2 penalty), >= 0.
         unbiased: takes ``sqrt(max(V_t - U_t, floor))`` as the root, where U_t is the sum of the noise's variances.
@@ -159,8 +154,6 @@ class DPAdaGrad(SquareRootOptimizer):
         params: Any,
         lr: float,
         *,
-        lr_decay: float = 0.0,
-        initial_accumulator_value: float = 0.0,
         eps: float = 1e-10,
         weight_decay: float = 0.0,
         unbiased: bool = False,
@@ -168,21 +161,13 @@ class DPAdaGrad(SquareRootOptimizer):
         noise: NoiseLevel | None = None,
         filter: Filter | None = None,
     ):
-        defaults = dict(
-            lr=lr, lr_decay=lr_decay, initial_accumulator_value=initial_accumulator_value, eps=eps,
-            weight_decay=weight_decay, unbiased=unbiased, variance_floor=variance_floor,
-        )  # fmt: skip
+        defaults = dict(lr=lr, eps=eps, weight_decay=weight_decay, unbiased=unbiased, variance_floor=variance_floor)
         super().__init__(params, defaults, noise=noise, filter=filter)
-
-    def _check(self, group: Group) -> None:
-        super()._check(group)
-        for name in ("lr_decay", "initial_accumulator_value"):
-            check_range(name, group[name], 0, float("inf"))
 
     def _accumulate(self, group: Group, states: list[State], grads: Tensors) -> Tensors:
         for state, g in zip(states, grads, strict=True):
             if "sum" not in state:
-                state["sum"] = torch.full_like(g, group["initial_accumulator_value"])
+                state["sum"] = torch.zeros_like(g)
         sums = [state["sum"] for state in states]
         torch._foreach_addcmul_(sums, grads, grads, value=1)
         return sums
@@ -190,6 +175,3 @@ class DPAdaGrad(SquareRootOptimizer):
     def _noise(self, group: Group, state: State, variance: float) -> tuple[float, float]:
         state["noise_sum"] = state.get("noise_sum", 0.0) + variance
         return state["noise_sum"], 1.0
-
-    def _step_sizes(self, group: Group, states: list[State]) -> list[float]:
-        return [-group["lr"] / (1 + (state["step"] - 1) * group["lr_decay"]) for state in states]

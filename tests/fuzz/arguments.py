@@ -129,7 +129,7 @@ def stages_case() -> st.SearchStrategy[Case]:
         lambda n, o: {"preconditioner": n, "preconditioner_kwargs": o}, st.sampled_from(tuple(PRECLIPS)), kwargs
     )
     after = st.builds(lambda f: {"filter": f}, st.sampled_from(FILTERS))
-    words = [f"{key}={value}" for key in ("rank", "refresh_every", "alpha", "scale", "variance_floor", "eps", "form", "lr_decay")
+    words = [f"{key}={value}" for key in ("rank", "refresh_every", "alpha", "scale", "variance_floor", "eps", "unbiased", "inner")
              for value in ("0", "-1", "nan", "inf", "1e300", "x", "", "3", "1000000000", "0.5")]  # fmt: skip
     optim = st.builds(
         lambda n, a: {"optim": n, "optim_args": a},

@@ -27,17 +27,16 @@ def fields(optim_args=None):
         ("dp_adamw", "", DPAdamW, ADAM),
         ("dp_adam_bc", "variance_floor=1e-9", DPAdamBC, {**ADAM, "variance_floor": 1e-9}),
         ("dp_adam_bc", "variance_floor=None", DPAdamBC, {**ADAM, "variance_floor": None}),
-        ("dp_adam_bc", "form=clamped_stddev", DPAdamBC, {**ADAM, "form": "clamped_stddev"}),
         ("dp_rmsprop", None, DPRMSProp, {"lr": 0.01}),
         ("dp_rmsprop", "alpha=0.9,eps=1e-7", DPRMSProp, {"lr": 0.01, "alpha": 0.9, "eps": 1e-7}),
-        ("dp_adagrad", "unbiased=True, lr_decay=1", DPAdaGrad, {"lr": 0.01, "unbiased": True, "lr_decay": 1.0}),
+        ("dp_adagrad", "unbiased=True, eps=1", DPAdaGrad, {"lr": 0.01, "unbiased": True, "eps": 1.0}),
         ("dp_adagrad", "unbiased=false", DPAdaGrad, {"lr": 0.01, "unbiased": False}),
         ("dp_galore", "rank=8,refresh_every=100", DPGaLore, {**ADAM, "rank": 8, "refresh_every": 100}),
         (
             "dp_galore",
-            "rank=8,scale=1,inner=adam_bc,reset_on_refresh=true",
+            "rank=8,scale=1,inner=adam_bc",
             DPGaLore,
-            {**ADAM, "rank": 8, "scale": 1.0, "inner": "adam_bc", "reset_on_refresh": True},
+            {**ADAM, "rank": 8, "scale": 1.0, "inner": "adam_bc"},
         ),
     ],
 )
@@ -53,7 +52,7 @@ def test_values_are_typed_and_make_an_optimizer(name, optim_args, cls, kwargs):
     "name, optim_args, match",
     [
         ("dp_sgd", None, f"Optimizer 'dp_sgd' is unknown. Use one of: {', '.join(OPTIMIZERS)}"),
-        ("dp_adam_bc", "gamma=1", "gamma=1, which dp_adam_bc does not know. Use variance_floor, form"),
+        ("dp_adam_bc", "gamma=1", "gamma=1, which dp_adam_bc does not know. Use variance_floor"),
         ("dp_adamw", "gamma=1", "gamma=1, which dp_adamw does not know. It has no options of its own"),
         ("dp_adamw", "lr=1", "lr=1, which dp_adamw takes from learning_rate"),
         ("dp_adamw", "eps=1", "eps=1, which dp_adamw takes from adam_epsilon"),
@@ -67,7 +66,7 @@ def test_values_are_typed_and_make_an_optimizer(name, optim_args, cls, kwargs):
         ("dp_galore", "rank", "'rank', which is no key=value"),
         ("dp_galore", "rank=", "'rank=', which is no key=value"),
         ("dp_galore", "rank=8,scale=big", "scale=big, which is not a number"),
-        ("dp_galore", "rank=8,reset_on_refresh=1", "reset_on_refresh=1. Use true or false"),
+        ("dp_rmsprop", "unbiased=1", "unbiased=1. Use true or false"),
         ("dp_rmsprop", "params=1", "params=1, which dp_rmsprop does not know"),
     ],
 )

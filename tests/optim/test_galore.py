@@ -23,23 +23,13 @@ RANK = 3
 SHAPES = [(6, 11), (11, 6), (7, 7), (3, 20), (9,), (4, 4, 4)]  # the first three are projected
 
 
-@pytest.mark.parametrize(
-    "filter_beta, reset_on_refresh, inner",
-    [
-        (None, False, "adamw"),
-        (None, True, "adamw"),
-        (0.6, False, "adamw"),
-        (None, False, "adam_bc"),
-        (None, True, "adam_bc"),
-        (0.6, False, "adam_bc"),
-    ],
-)
-def test_large_matrices_move_in_the_subspace_and_the_rest_as_adam(filter_beta, reset_on_refresh, inner):
+@pytest.mark.parametrize("filter_beta, inner", [(None, "adamw"), (0.6, "adamw"), (None, "adam_bc"), (0.6, "adam_bc")])
+def test_large_matrices_move_in_the_subspace_and_the_rest_as_adam(filter_beta, inner):
     weights, gradients = weights_and_gradients(torch.float64, SHAPES)
     before = [w.detach().clone() for w in weights]
     noise, options = StepNoise(VARIANCES), dict(betas=(0.8, 0.95), eps=1e-3)
     low_pass = None if filter_beta is None else ExponentialAverage(filter_beta, torch.float64)
-    in_subspace = dict(rank=RANK, refresh_every=5, scale=0.5, reset_on_refresh=reset_on_refresh)
+    in_subspace = dict(rank=RANK, refresh_every=5, scale=0.5)
     optimizer = DPGaLore(
         [{"params": weights[::2], "weight_decay": 0.3}, {"params": weights[1::2]}],
         lr=9.0,
@@ -173,7 +163,6 @@ def test_two_processes_compute_the_same_bits(repo):
         ({"refresh_every": 0}, "refresh_every=0 is not a positive count"),
         ({"scale": -1.0}, "scale=-1.0 is out of range"),
         ({"inner": "sgd"}, "inner='sgd' is unknown. Use one of: adamw, adam_bc"),
-        ({"reset_on_refresh": True, "filter": ExponentialAverage(0.9)}, "Use reset_on_refresh=False, or no filter"),
     ],
 )
 def test_galore_refuses(options, match):

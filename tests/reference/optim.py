@@ -50,9 +50,7 @@ def _weighted(weights, values):
     return sum(w * v for w, v in zip(weights.tolist(), values, strict=True))
 
 
-def adam_direction(
-    history, *, betas, eps, variances=None, variance_floor=None, form="clamped_variance", filtered=None
-):
+def adam_direction(history, *, betas, eps, variances=None, variance_floor=None, filtered=None):
     """Adam's direction after gradients `history`; `filtered` are the weights of a filter that replaces the first."""
     first = average_weights(betas[0], len(history)) if filtered is None else filtered
     second = average_weights(betas[1], len(history))
@@ -61,8 +59,7 @@ def adam_direction(
         return m / (v.sqrt() + eps)
     phi = _weighted(second, variances)
     floor = phi * (2 * (second**2).sum().item()) ** 0.5 if variance_floor is None else variance_floor
-    root = (v - phi).clamp(min=floor).sqrt()
-    return m / (root + eps if form == "clamped_variance" else root.clamp(min=eps))
+    return m / ((v - phi).clamp(min=floor).sqrt() + eps)
 
 
 def adam(w, gradients, *, lrs, weight_decay=0.0, variances=None, filter_beta=None, **options):
@@ -100,8 +97,6 @@ def adagrad(
     *,
     lrs,
     eps,
-    lr_decay=0.0,
-    initial_accumulator_value=0.0,
     weight_decay=0.0,
     variances=None,
     variance_floor=None,
@@ -114,11 +109,11 @@ def adagrad(
         numerator = gradients[t - 1]
         if filter_beta is not None:
             numerator = _weighted(average_weights(filter_beta, t), gradients[:t])
-        v = initial_accumulator_value + sum(squares)
+        v = sum(squares)
         if variances is not None:
             u = sum(variances[:t])
             v = (v - u).clamp(min=u * (2 / t) ** 0.5 if variance_floor is None else variance_floor)
-        w = w - lr / (1 + (t - 1) * lr_decay) * (numerator + decay) / (v.sqrt() + eps)
+        w = w - lr * (numerator + decay) / (v.sqrt() + eps)
     return w
 
 
@@ -143,7 +138,6 @@ def galore(
     refresh_every,
     scale,
     weight_decay=0.0,
-    reset_on_refresh=False,
     variances=None,
     filter_beta=None,
     **options,
@@ -154,8 +148,6 @@ def galore(
         g = gradients[t - 1].double()
         if (t - 1) % refresh_every == 0:
             p = top_singular_vectors(g, rank)
-            if reset_on_refresh:
-                history, known = [], []
         history.append(p.mT @ g if is_wide else g @ p)
         known.append(None if variances is None else variances[t - 1])
         filtered = None if filter_beta is None else average_weights(filter_beta, len(history))
