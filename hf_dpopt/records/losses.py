@@ -186,6 +186,8 @@ _BY_PROBLEM = {
 def problem_type(model: nn.Module, labels: torch.Tensor | None = None) -> str:
     """`config.problem_type`, or as transformers infers it from labels; from whole ones if there are none."""
     config = base_model(model).config
+    if config is None:
+        raise DPConfigError("model.config=None does not say what its labels are. Keep the model's configuration.")
     if getattr(config, "problem_type", None):
         return config.problem_type
     if config.num_labels == 1:
