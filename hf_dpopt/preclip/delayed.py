@@ -14,12 +14,14 @@ from hf_dpopt.common.checks import check_choice, check_count
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.sharding import local_of
 from hf_dpopt.common.types import Gradients, Released
-from hf_dpopt.preclip.preconditioner import Preconditioning, ScaleChanges, check_keys
+from hf_dpopt.noise.registry import is_independent
+from hf_dpopt.preclip.preconditioner import Preconditioning, RunOptions, ScaleChanges, check_keys
 from hf_dpopt.preclip.queries import split
 from hf_dpopt.preclip.scale import ScaledStep
 from hf_dpopt.preclip.second_moments import DividingByMoment, SecondMoment
 
-VARIANTS = ("dp2", "extra_query", "noise_first")
+VARIANTS = ("dp2", "extra_query", "algorithm2", "noise_first")
+TWO_QUERIES = ("extra_query", "algorithm2")
 SMALLEST_EPS = 1e-8
 
 
@@ -31,8 +33,9 @@ class DelayedPreconditioner(DividingByMoment):
     SGD phase and ``sqrt(v) + eps`` in the adaptive one, ``g~ = (sum_b clip(g_b / D) + sigma C z) / B`` in both.
 
     Formal guarantee: as without it. Every record is used once per step, clipped to the same C in the step's own
-    coordinates, and D is made of releases alone. ``variant="extra_query"`` releases two sums a step, which one record
-    moves by ``sqrt(2) C`` together: the same epsilon needs noise of that much more on each.
+    coordinates, and D is made of releases alone. ``variant="extra_query"`` and ``"algorithm2"`` release two sums a
+    step, which one record moves by ``sqrt(2) C`` together: the same epsilon needs noise of that much more on each. A
+    step of ``"algorithm2"`` that needs one of the two is noised and paid for as if it needed both.
 
     Args:
         delay: s1, steps of SGD, from which D is made; >= 1. A plan that is not told takes a tenth of its steps, at
@@ -47,16 +50,18 @@ class DelayedPreconditioner(DividingByMoment):
             to that of the SGD phase. Optimizers that divide by a second moment (Adam, GaLore) undo much of it, and
             their averages mix both phases.
         unbiased: subtract the variance of the noise in G from G^2.
-        variant: "dp2", or an ablation of the paper. "extra_query" (1) releases the plain sum in every step beside the
-            preconditioned one, and makes D of it every `delay` steps; its first D is made after `delay` steps, not
-            from the first release, and it divides in every step from then on. "noise_first" (2) adds the noise to
-            the plain sum and divides afterwards.
+        variant: "dp2", or an ablation. Of the paper: "algorithm2" (1) releases the plain sum in every step beside the
+            preconditioned one, refreshes D in the first step, from its plain release alone, and in every `delay`-th
+            after it, and gives the optimizer the plain release of these steps; for independent noise only.
+            "noise_first" (2) adds the noise to the plain sum and divides afterwards. Ours: "extra_query" is variant 1
+            whose first D is made after `delay` steps, and which divides in every step from then on.
 
     Raises:
         DPConfigError: for values outside these ranges.
 
     References:
-        Li et al. (2022), arXiv:2212.00309, Algorithm 1; variants: its Section 5.3.
+        Li et al. (2022), arXiv:2212.00309, Algorithm 1; variants: its Section 5.3, and for "algorithm2" the authors'
+        program (github.com/kenziyuliu/DP2, trainers/dp2_rmsprop_ablation1.py).
     """
 
     delay: int = 200
@@ -77,12 +82,18 @@ class DelayedPreconditioner(DividingByMoment):
         if not isinstance(self.unbiased, bool):
             raise DPConfigError(f"unbiased={self.unbiased!r} is neither true nor false. Use one of them.")
         check_choice("variant", self.variant, VARIANTS)
-        if self.variant == "extra_query" and self.adaptive_steps not in (None, self.delay):
+        if self.variant in TWO_QUERIES and self.adaptive_steps not in (None, self.delay):
             raise DPConfigError(f"variant={self.variant!r} has no SGD phase: leave adaptive_steps out.")
+        if self.variant == "algorithm2" and self.delay == 1:
+            raise DPConfigError(
+                "delay=1 with variant='algorithm2' takes the plain release in every step and never divides. Use a "
+                "delay of 2 or more."
+            )
 
     @classmethod
     def defaults(cls, num_steps: int, options: Mapping[str, Any]) -> dict[str, Any]:
-        return {"delay": min(cls.delay, max(1, num_steps // 10))}
+        least = 2 if options.get("variant") == "algorithm2" else 1
+        return {"delay": min(cls.delay, max(least, num_steps // 10))}
 
     def check_steps(self, num_steps: int) -> None:
         if self.delay >= num_steps:
@@ -92,19 +103,30 @@ class DelayedPreconditioner(DividingByMoment):
                 f"{fix if num_steps > 2 else 'Take more steps, or no preconditioner.'}"
             )
 
+    def check_config(self, config: RunOptions) -> None:
+        """Refuse correlated noise for updates that two streams of it make in turn."""
+        if self.variant == "algorithm2" and not is_independent(config.noise_mechanism):
+            raise DPConfigError(
+                f"variant='algorithm2' with noise_mechanism={config.noise_mechanism!r}: the optimizer gets the "
+                "releases of two queries in turn, so what one step adds is not taken back in the next. Use "
+                "noise_mechanism='gaussian', or variant='extra_query'."
+            )
+
     @property
     def keeps_one_noise_level(self) -> bool:
         return self.variant != "noise_first"
 
     @property
     def num_queries(self) -> int:
-        return 2 if self.variant == "extra_query" else 1
+        return 2 if self.variant in TWO_QUERIES else 1
 
     def sensitivity_ratio(self, noise_stddev: float, expected_batch_size: int) -> float:
         return math.sqrt(self.num_queries)
 
     def changes(self, clipping_norm: float) -> ScaleChanges:
         factor = self.factor(clipping_norm)
+        if self.variant == "algorithm2":
+            return ScaleChanges((1, self.delay - 1), (1.0, factor), is_taken_back=False)
         if self.variant == "extra_query":  # a short time without D, then with one that is made anew
             return ScaleChanges((self.delay,), (factor,))
         phases = (self.delay, self.adaptive_steps or self.delay)
@@ -132,8 +154,18 @@ class DelayedPreconditioning(Preconditioning):
         self._adaptive: ScaledStep | None = None
         self._gain: float | None = 1.0  # of the latest release
 
+    @property
+    def uses_preconditioner(self) -> bool:
+        """Whether the next step divides by D."""
+        return self._eps is not None and not self._is_refreshing
+
+    @property
+    def _is_refreshing(self) -> bool:
+        """Whether the next step gives its plain release to the optimizer, and makes D of it and of those before."""
+        return self._spec.variant == "algorithm2" and self._t % self._spec.delay == 0
+
     def _step(self) -> ScaledStep:
-        if self._eps is None:
+        if self._eps is None or self._is_refreshing:
             return self._sgd
         if self._adaptive is None:
             self._adaptive = self._spec.step(self.moment.inverse(self._eps), self._clipping_norm)
@@ -145,7 +177,7 @@ class DelayedPreconditioning(Preconditioning):
 
     def scales(self) -> tuple[Scale | None, ...]:
         scale = self._step().scale
-        if self._spec.variant == "extra_query":
+        if self._spec.variant in TWO_QUERIES:
             return None, scale
         if self._spec.variant == "noise_first" and scale is not None:
             return (Scale(factor=scale.factor),)
@@ -153,14 +185,17 @@ class DelayedPreconditioning(Preconditioning):
 
     def receive(self, released: Released) -> Released:
         queries = split(released, self._spec.num_queries)
-        step, update = self._step(), queries[-1]
-        is_divided_now = self._spec.variant == "noise_first" and self._eps is not None
+        step, plain = self._step(), queries[0]
+        update = plain if self._is_refreshing else queries[-1]
+        is_divided_now = self._spec.variant == "noise_first" and self.uses_preconditioner
         self._gain = None if is_divided_now else step.gain
         if self._is_averaging:
-            self._add(queries[0])
+            self._add(plain)
         if is_divided_now and step.scale is not None:
             for name, part in step.scale.parts.items():
                 part.divide_(update[name])
+        if self._is_refreshing:
+            self._refresh(count=self._spec.delay if self._t else 1)
         update = step.receive(update)
         self._t += 1
         self._turn()
@@ -169,12 +204,14 @@ class DelayedPreconditioning(Preconditioning):
     def pass_over(self) -> None:
         if self._is_averaging:
             self._num_missed += 1
+        if self._is_refreshing:
+            self._refresh(count=self._spec.delay if self._t else 1)
         self._t += 1
         self._turn()
 
     @property
     def _is_averaging(self) -> bool:
-        return self._spec.variant == "extra_query" or self._t % self._spec.period < self._spec.delay
+        return self._spec.variant in TWO_QUERIES or self._t % self._spec.period < self._spec.delay
 
     def _add(self, plain: Released) -> None:
         if not self._sum:
@@ -186,6 +223,8 @@ class DelayedPreconditioning(Preconditioning):
 
     def _turn(self) -> None:
         """Change phase, if it is time, between the step that was done and the next."""
+        if self._spec.variant == "algorithm2":
+            return
         delay = self._spec.delay
         is_extra = self._spec.variant == "extra_query"
         position = self._t % (delay if is_extra else self._spec.period)

@@ -31,6 +31,7 @@ CASES = {
         "filter": "first_order_v1",
     },
     "dp2, two queries": {**DP2, "preconditioner_kwargs": {"delay": 2, "variant": "extra_query"}, "preconditioner": "dp2_yogi"},
+    "dp2, two queries, algorithm 2": {**DP2, "preconditioner_kwargs": {"delay": 3, "variant": "algorithm2"}, "optim": "sgd"},
     "dp2, noise first": {**DP2, "preconditioner_kwargs": {"delay": 2, "variant": "noise_first"}, "preconditioner": "dp2_adagrad"},
     "dp2, correlated": {
         **DP2, "noise_mechanism": "nu_dpftrl", "noise_kwargs": {"nu": 0.1}, "sampling": "fixed_order",

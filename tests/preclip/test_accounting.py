@@ -35,9 +35,13 @@ def test_a_scale_of_released_values_costs_nothing(name, variant):
     assert with_it.sensitivity == without.sensitivity == CLIP_SGD
 
 
-def test_two_queries_are_one_gaussian_of_noise_smaller_by_the_root_of_two(tmp_path):
+TWO_QUERIES = ["extra_query", "algorithm2"]
+
+
+@pytest.mark.parametrize("variant", TWO_QUERIES)
+def test_two_queries_are_one_gaussian_of_noise_smaller_by_the_root_of_two(tmp_path, variant):
     """sigma on each of two sums costs what sigma / sqrt(2) on one does; the plan's noise is sqrt(2) louder on each."""
-    double = DelayedPreconditioner(delay=3, variant="extra_query")
+    double = DelayedPreconditioner(delay=3, variant=variant)
     sigma = 1.3
     two, one = plan(20, double, noise_multiplier=sigma / math.sqrt(2)), plan(20, noise_multiplier=sigma / math.sqrt(2))
     assert two.epsilon() == one.epsilon()
@@ -51,14 +55,14 @@ def test_two_queries_are_one_gaussian_of_noise_smaller_by_the_root_of_two(tmp_pa
     assert swapped.sensitivity == pytest.approx(2 * math.sqrt(2) * CLIP_SGD)
 
 
-def test_every_step_pays_for_two_queries_and_epsilon_is_that_of_the_composition():
+def test_every_step_of_algorithm_2_pays_for_two_queries_and_epsilon_is_that_of_the_composition():
     """Independent of the plan's accountant: zCDP of T Gaussians, each of sensitivity sqrt(2) C and noise sigma C.
 
     Records in every batch, so no sampling hides the constant: rho = T (sqrt(2) C)^2 / (2 (sigma C)^2) = T / sigma^2.
     """
     num_steps, sigma = 8, 9.0
     made = plan(
-        num_steps, DelayedPreconditioner(delay=3, variant="extra_query"), noise_multiplier=sigma / math.sqrt(2),
+        num_steps, DelayedPreconditioner(delay=3, variant="algorithm2"), noise_multiplier=sigma / math.sqrt(2),
         expected_batch_size=NUM_RECORDS, sampling="fixed_order", adjacency="zero_out",
     )  # fmt: skip
     rho = num_steps / sigma**2
@@ -73,13 +77,13 @@ def test_every_step_pays_for_two_queries_and_epsilon_is_that_of_the_composition(
 
 
 @pytest.mark.parametrize("step", range(1, 7))
-def test_every_step_adds_the_noise_that_was_planned_to_both_queries(tmp_path, step):
-    """Before there is a D both queries are plain, and asked all the same: no step is released with less noise than it was charged for."""
-    loop = Loop(tmp_path, plan(6, DelayedPreconditioner(delay=3, variant="extra_query")))
+def test_every_step_of_algorithm_2_adds_the_noise_that_was_planned_to_both_queries(tmp_path, step):
+    """A plain step asks its second query all the same: no step is released with less noise than it was charged for."""
+    loop = Loop(tmp_path, plan(6, DelayedPreconditioner(delay=3, variant="algorithm2")))
     for t in range(1, step):
         loop.step(t)
     scales = loop.preclip.scales()
-    assert len(scales) == 2 and (scales[1] is None) == (step <= 3)
+    assert len(scales) == 2 and (scales[1] is None) == (step % 3 == 1)
     loop.step(step)
     assert all(added.abs().min() > 0 for query in loop.noise[-1] for added in query)
 
@@ -188,6 +192,7 @@ SPECS = {
     "dp2": DelayedPreconditioner(delay=2, clipping_norm=0.3, eps=1e-4),
     "dp2 factored": DelayedPreconditioner(delay=2, clipping_norm=0.3, eps=1e-4, factored=True),
     "extra query": DelayedPreconditioner(delay=2, clipping_norm=0.3, eps=1e-4, variant="extra_query"),
+    "algorithm 2": DelayedPreconditioner(delay=3, clipping_norm=0.3, eps=1e-4, variant="algorithm2"),
     "noise first": DelayedPreconditioner(delay=2, clipping_norm=0.3, eps=1e-4, variant="noise_first"),
     "fixed": ScaleThenPrivatize(
         scale={"weight": torch.tensor([[1e-3], [1.0], [1e3]]).expand(3, 6)}, clipping_norm=2.0
@@ -208,7 +213,7 @@ def test_one_record_moves_the_sums_of_a_step_by_the_plans_sensitivity_at_most(tm
     for t in (1, 2, 3):
         loop.step(t)
     scales = loop.preclip.scales()
-    if name.startswith("dp2") or name == "extra query":
+    if name.startswith("dp2") or name == "extra query":  # the fourth step of algorithm 2 is a plain one
         assert any(s is not None and s.parts for s in scales)
 
     def sums(rows: list[int]) -> torch.Tensor:

@@ -41,6 +41,7 @@ def _compare(
         clip_adaptive=spec.clipping_norm or CLIP, rate=RATE, rate_adaptive=RATE * spec.learning_rate_ratio,
         rule=spec.second_moment, beta=spec.beta, eps=spec.eps if spec.eps is not None else math.sqrt(variance),
         factored=spec.factored, variance=variance if spec.unbiased else 0.0, variant=spec.variant,
+        eps_of=None if spec.eps is not None else lambda count: math.sqrt(variance * s1 / count),
     )  # fmt: skip
     for got, expected in zip(seen, want, strict=True):
         for g, w in zip(got, expected, strict=True):
@@ -74,6 +75,46 @@ def test_without_noise_it_is_exact(tmp_path):
     _compare(tmp_path, DelayedPreconditioner(delay=3, eps=EPS, clipping_norm=OWN_CLIP), 12, noise_multiplier=0.0)
 
 
+@pytest.mark.parametrize("changes", [
+    {"delay": 2}, {"unbiased": True}, {"eps": None}, {"unbiased": True, "eps": None, "delay": 5},
+    {"clipping_norm": None, "learning_rate_ratio": 1.0},
+])  # fmt: skip
+def test_options_go_with_algorithm_2(tmp_path, changes):
+    """The first mean is of one release, those after it of `delay`: noise and floor are those of so many."""
+    values = dict(delay=3, eps=EPS, beta=BETA, clipping_norm=OWN_CLIP, learning_rate_ratio=RATIO, variant="algorithm2")
+    tolerance = 1e-3 if "unbiased" in changes else 2e-5
+    _compare(tmp_path, DelayedPreconditioner(**(values | changes)), 12, tolerance=tolerance)
+
+
+def test_algorithm_2_refreshes_from_the_first_step_on():
+    """Step by step by hand, in one dimension: steps 0, s, 2 s take the plain release, and D is made of it, too."""
+    spec = DelayedPreconditioner(delay=3, eps=0.5, beta=0.5, variant="algorithm2")
+    state = spec.start({"w": torch.zeros(1)}, clipping_norm=1.0, noise=IndependentNoise(0.0))
+    plain, second = [4.0, 1.0, 2.0, 6.0, 3.0], [100.0, 200.0, 300.0, 400.0, 500.0]
+    divisors, got = [], []
+    for p, q in zip(plain, second, strict=True):
+        _, scale = state.scales()
+        divisors.append(1.0 if scale is None else 1 / scale.weights("w", torch.zeros(1)).item())
+        got.append(state.receive(queries.join([{"w": torch.tensor([v])} for v in (p, q)]))["w"].item())
+    assert got == [4.0, 200.0, 300.0, 6.0, 500.0]
+    first = math.sqrt(0.5 * 4.0**2)  # the mean of one release
+    then = math.sqrt(0.5 * first**2 + 0.5 * ((1.0 + 2.0 + 6.0) / 3) ** 2)  # of those after it, up to its own
+    assert divisors == pytest.approx([1.0, first + 0.5, first + 0.5, 1.0, then + 0.5])
+
+
+@pytest.mark.slow
+def test_algorithm_2_is_for_independent_noise():
+    """Its updates come from two streams of noise in turn, so what one step added, the next does not take back."""
+    asked = dict(noise_mechanism="nu_dpftrl", noise_kwargs={"nu": 0.1}, sampling="fixed_order")
+    options = {"delay": 3, "variant": "algorithm2"}
+    with pytest.raises(DPConfigError, match="noise_mechanism='gaussian'"):
+        plan(12, DelayedPreconditioner(**options), **asked)
+    with pytest.raises(DPConfigError, match="variant='extra_query'"):
+        plan(12, preconditioner="dp2_rmsprop", preconditioner_kwargs=options, **asked)
+    budget = dict(noise_mechanism="auto", target_epsilon=4.0, noise_multiplier=None)
+    assert plan(12, DelayedPreconditioner(**options), **budget).strategy.is_independent
+
+
 @pytest.mark.parametrize(("way", "strategy"), [("restart", "restarted"), ("carry_on", "blt")])
 def test_correlated_noise_crosses_a_change_of_the_scale(tmp_path, way, strategy):
     spec = DelayedPreconditioner(delay=4, adaptive_steps=2, eps=EPS, clipping_norm=OWN_CLIP, unbiased=False)
@@ -99,7 +140,7 @@ def test_restarts_that_miss_a_change_are_refused_if_they_were_to_meet_it():
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("factored", [False, True], ids=["full", "factored"])
 def test_a_state_continues_bit_for_bit_in_every_phase(factored, variant):
-    spec = DelayedPreconditioner(delay=3, adaptive_steps=None if variant == "extra_query" else 2, factored=factored,
+    spec = DelayedPreconditioner(delay=3, adaptive_steps=None if variant in ("extra_query", "algorithm2") else 2, factored=factored,
                                  eps=None, clipping_norm=2.0, variant=variant)  # fmt: skip
     shapes = {"w": torch.zeros(4, 3), "b": torch.zeros(4)}
     noise = IndependentNoise(0.01)
@@ -147,6 +188,8 @@ def test_the_state_of_another_preconditioner_is_refused():
     ({"clipping_norm": math.inf}, "finite"), ({"learning_rate_ratio": -1}, "> 0"), ({"unbiased": 1}, "true nor false"),
     ({"factored": "yes"}, "true nor false"), ({"variant": "variant1"}, "extra_query"),
     ({"variant": "extra_query", "adaptive_steps": 3, "delay": 2}, "leave adaptive_steps out"),
+    ({"variant": "algorithm2", "adaptive_steps": 3}, "leave adaptive_steps out"),
+    ({"variant": "algorithm2", "delay": 1}, "delay of 2 or more"),
 ])  # fmt: skip
 def test_what_is_out_of_range_is_refused(options, match):
     with pytest.raises(DPConfigError, match=match):
@@ -155,7 +198,7 @@ def test_what_is_out_of_range_is_refused(options, match):
 
 @pytest.mark.parametrize(
     ("options", "num_steps", "delay"),
-    [({}, 8, 1), ({}, 50, 5), ({}, 5000, 200), ({"delay": 3}, 50, 3)],
+    [({}, 8, 1), ({}, 50, 5), ({}, 5000, 200), ({"variant": "algorithm2"}, 8, 2), ({"delay": 3}, 50, 3)],
 )
 def test_a_plan_takes_a_tenth_of_its_steps_for_the_delay(options, num_steps, delay):
     config = PrivacyConfig(

@@ -68,6 +68,7 @@ def trajectory(
     factored: bool = False,
     variance: float = 0.0,
     variant: str = "dp2",
+    eps_of: Callable[[int], float] | None = None,
 ) -> list[list[Vector]]:
     """Weights after every step from the weights before it, and from the releases of all steps before.
 
@@ -78,6 +79,7 @@ def trajectory(
         noise: what was added in every step, query and parameter, in units of g / D times its clip norm / `unit`, where
             the unit is `clip_sgd`: the noise of a step with clip norm C is that times C / clip_sgd.
         variance: subtracted from the squared mean of `s1` releases; of the noise in it.
+        eps_of: floor of D after a mean of that many releases, where it is not `eps`.
     """
     weights = [w.double() for w in visited[0]]
     moments = [Moment(w.shape, rule, beta, eps, factored) for w in weights]
@@ -94,7 +96,13 @@ def trajectory(
                 total[i] = total[i] + part.view_as(g[i])
         return [(t + n.double() * norm / clip_sgd) / expected for t, n in zip(total, added, strict=True)]
 
-    refreshed = False
+    def refresh(count: int) -> None:
+        nonlocal sums, divisors
+        for m, s in zip(moments, sums, strict=True):
+            m.update(((s / count) ** 2 - (variance * s1 / count)).clamp(min=0))
+        sums, divisors = [torch.zeros_like(w) for w in weights], [m.divisor() for m in moments]
+
+    refreshed, count = False, 0
     for t, records in enumerate(batches):
         weights = [w.double() for w in visited[t]]
         if variant == "extra_query":
@@ -111,6 +119,18 @@ def trajectory(
                     [m.divisor() for m in moments],
                     True,
                 )
+        elif variant == "algorithm2":  # the authors' dp2_rmsprop_ablation1.py, line by line
+            plain = query(records, ones, clip_sgd, noise[t][0])
+            sums, count = [s + g for s, g in zip(sums, plain, strict=True)], count + 1
+            if t % s1 == 0:
+                if eps_of is not None:
+                    for m in moments:
+                        m.eps = eps_of(count)
+                refresh(count)
+                count, final, step = 0, plain, rate
+            else:
+                final, step = query(records, divisors, clip_adaptive, noise[t][1]), rate_adaptive
+            weights = [w - step * g for w, g in zip(weights, final, strict=True)]
         else:
             position = t % (s1 + s2)
             if position == 0:
