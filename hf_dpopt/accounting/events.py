@@ -24,7 +24,7 @@ from dp_accounting import (
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent
 from scipy import stats
 
-from hf_dpopt.accounting.best_of_runs import RunCount
+from hf_dpopt.accounting.best_of_runs import SHAPE, RunCount
 from hf_dpopt.accounting.random_allocation import BallsInBinsDpEvent
 from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.errors import DPConfigError
@@ -127,7 +127,7 @@ def selected_run(composition: Composition) -> tuple[Composition, RunCount] | Non
     if len(composition) != 1 or composition[0][1] != 1 or not isinstance(composition[0][0], RepeatAndSelectDpEvent):
         return None
     leaf = composition[0][0]
-    return flatten(leaf.event), RunCount(mean=leaf.mean, shape=leaf.shape)
+    return (flatten(leaf.event), RunCount(mean=leaf.mean)) if leaf.shape == SHAPE else None
 
 
 def split_truncation(composition: Composition) -> tuple[Composition, float]:

@@ -84,7 +84,7 @@ def demo(
 @takes(
     "expected_batch_size", "target_epsilon", "noise_multiplier", "target_delta", "allow_large_delta", "sampling",
     "adjacency", "noise_mechanism", "noise_kwargs", "noise_restart_every", "noise_at_changes", "preconditioner",
-    "preconditioner_kwargs", "amplification_samples", "tuned_runs", "tuned_shape", "privacy_unit", "records_per_user",
+    "preconditioner_kwargs", "amplification_samples", "tuned_runs", "privacy_unit", "records_per_user",
 )  # fmt: skip
 def plan(
     ctx: typer.Context,
@@ -204,7 +204,6 @@ def tune(
     space: Annotated[str, typer.Option(help="Options to draw and their laws: JSON, or a file of it.")],
     metric: Annotated[str, typer.Option(help="Score by which the best is chosen, as in eval_results.json.")],
     runs: Annotated[float, typer.Option(help="Mean number of runs; the number itself is secret.")] = 10.0,
-    shape: Annotated[float, flag("tuned_shape")] = 1.0,
     minimize: Annotated[bool, typer.Option(help="The best score is the smallest.")] = False,
     private_state_dir: PrivateStateDir = None,
     privacy_ledger: Annotated[str | None, flag("privacy_ledger")] = None,

@@ -20,7 +20,6 @@ SHORT = {
     "target_epsilon": ("--epsilon",),
     "target_delta": ("--delta",),
     "expected_batch_size": ("--batch-size", "--batch", "-b"),
-    "tuned_shape": ("--shape",),
 }
 TYPES = {name: hint for group in (*GROUPS, HeadOptions) for name, hint in typing.get_type_hints(group).items()}
 

@@ -26,7 +26,6 @@ def run_tuning(
     space: str,
     metric: str,
     runs: float,
-    shape: float,
     minimize: bool,
     private_state_dir: Path | None,
     privacy_ledger: str | None,
@@ -36,7 +35,7 @@ def run_tuning(
 
     Nothing that is printed before the release depends on a run. The arguments are the flags of the command.
     """
-    law, laws = RunCount(mean=runs, shape=shape), Space.read(space)
+    law, laws = RunCount(mean=runs), Space.read(space)
     check_budget(epsilon)
     if privacy_ledger is None and privacy_ledger_epsilon is not None:
         raise DPConfigError("--privacy-ledger-epsilon is the budget of a ledger. Add --privacy-ledger FILE.")

@@ -246,8 +246,7 @@ def _job(args: DPTrainingArguments, trained: Trained, *, num_units: int, batch: 
     assert args.target_epsilon is not None
     target = args.target_epsilon
     if args.tuned_runs is not None:  # each of several runs gets a part of the budget
-        count = RunCount(mean=args.tuned_runs, shape=args.tuned_shape)
-        target = share_of_a_run(count, target, args.target_delta or default_delta(num_units))
+        target = share_of_a_run(RunCount(mean=args.tuned_runs), target, args.target_delta or default_delta(num_units))
     return TrainingJob(
         num_units=num_units,
         target_epsilon=target,

@@ -66,7 +66,6 @@ class PrivacyConfig:
     target_delta: float | None = copy_option("target_delta")
     allow_large_delta: bool = copy_option("allow_large_delta")
     tuned_runs: float | None = copy_option("tuned_runs")
-    tuned_shape: float = copy_option("tuned_shape")
     noise_multiplier: float | None = copy_option("noise_multiplier")
     clipping_norm: float = copy_option("clipping_norm")
     clipping: ClippingName = copy_option("clipping")
@@ -94,11 +93,7 @@ class PrivacyConfig:
         self._check_noise()
         self._check_numbers()
         self._check_choices()
-        if self.tuned is None and self.tuned_shape != 1:
-            raise DPConfigError(
-                f"tuned_shape={self.tuned_shape:g} is for the best of several runs. Add tuned_runs=10, or leave it "
-                "out."
-            )
+        _ = self.tuned  # refuses a mean out of range
         if self.unsafe_fixed_noise_key is not None:
             check_noise_key(self.unsafe_fixed_noise_key)
 
@@ -114,7 +109,7 @@ class PrivacyConfig:
     @property
     def tuned(self) -> RunCount | None:
         """Law of the number of runs of which the best is released; None for a run that is released as it is."""
-        return None if self.tuned_runs is None else RunCount(mean=self.tuned_runs, shape=self.tuned_shape)
+        return None if self.tuned_runs is None else RunCount(mean=self.tuned_runs)
 
     @property
     def is_private(self) -> bool:

@@ -160,10 +160,9 @@ class TuningOptions:
 
     tuned_runs: float | None = option(
         None,
-        "Mean of the secret random number of runs; target_epsilon covers all of them: docs/tuning.md.",
+        "Mean of the secret, geometric number of runs; target_epsilon covers all of them: docs/tuning.md.",
         unset="no tuning",
     )
-    tuned_shape: float = option(1.0, "Distribution of that number: 1 is geometric, 0 logarithmic, inf Poisson.")
 
 
 @dataclass

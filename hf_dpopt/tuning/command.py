@@ -50,7 +50,6 @@ class Command:
         self._set: dict[str, Any] = {
             "target_epsilon": target_epsilon,
             "tuned_runs": law.mean,
-            "tuned_shape": law.shape,
         }
         self._set |= {"report_to": "none"}
         if dataset is not None:

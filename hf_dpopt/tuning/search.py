@@ -233,5 +233,5 @@ class Tuning:
             if name == "tuned" and any(plan.get(name) != self.law.public_dict() for plan in plans):
                 raise DPConfigError(
                     "Runs of this tuning were not planned as ones of several, so nothing can be released. The command "
-                    "has to pass --tuned_runs and --tuned_shape on to DPTrainingArguments."
+                    "has to pass --tuned_runs on to DPTrainingArguments."
                 )

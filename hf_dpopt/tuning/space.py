@@ -20,7 +20,7 @@ from hf_dpopt.common.errors import DPConfigError, shown
 EXAMPLE = '{"learning_rate": {"low": 1e-4, "high": 1e-1, "log": true}, "weight_decay": [0, 0.01]}'
 # Options that decide what a run costs, or where it writes: the tuning sets them, or they are the same in all runs.
 SET_BY_TUNING = (
-    "output_dir", "private_state_dir", "target_epsilon", "tuned_runs", "tuned_shape", "privacy_ledger",
+    "output_dir", "private_state_dir", "target_epsilon", "tuned_runs", "privacy_ledger",
     "privacy_ledger_epsilon", "privacy_ledger_entry", "resume_from_checkpoint", "report_to",
 )  # fmt: skip
 REFUSED = (

@@ -35,7 +35,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     "target_delta": {"target_delta": 1e-4},
     "allow_large_delta": {"allow_large_delta": True},
     "tuned_runs": TUNED,
-    "tuned_shape": {**TUNED, "tuned_shape": 0.0},
     "noise_multiplier": {"noise_multiplier": 2.0},
     "clipping_norm": {"clipping_norm": 0.5},
     "clipping": {"clipping": "per_layer"},
@@ -75,7 +74,7 @@ NAMED: dict[str, dict[str, dict[str, Any]]] = {  # registry -> name -> arguments
 TOGETHER = {  # options that change one event in several ways
     "tuned, one query, users": {**TUNED, **USERS, **FIELDS["preconditioner"]},
     "tuned, banded": {**TUNED, **BANDED},
-    "tuned, fixed order": {**TUNED, "sampling": "fixed_order", "tuned_shape": float("inf")},
+    "tuned, fixed order": {**TUNED, "sampling": "fixed_order"},
 }
 NOT_COMPOSED = {"unsafe_fixed_noise_key": "was not private", "noise_mechanism=dense": "noise matrix of"}
 

@@ -389,12 +389,12 @@ def test_tuning_is_planned_beforehand(run: Run) -> None:
     asked = ["-n", "4000", "--batch", "200", "--passes", "2", "--epsilon", "8"]
     code, out, _ = run("plan", *asked, "--tuned-runs", "10")
     assert code == 0 and "epsilon of each run" in out
-    of_each = json.loads(run("plan", *asked, "--tuned-runs", "10", "--shape", "1", "--json")[1])
+    of_each = json.loads(run("plan", *asked, "--tuned-runs", "10", "--json")[1])
     assert 7.9 < of_each["epsilon"] <= 8 and of_each["run_epsilon"] < 6.5
     assert of_each["noise_multiplier"] > json.loads(run("plan", *asked, "--json")[1])["noise_multiplier"]
 
 
-@pytest.mark.parametrize("wrong", [["--tuned-runs", "1"], ["--shape", "-1"]])
+@pytest.mark.parametrize("wrong", [["--tuned-runs", "1"], ["--tuned-runs", "-1"]])
 def test_a_tuning_that_is_none(run: Run, wrong: list[str]) -> None:
     code, _, err = run("plan", "-n", "4000", "--batch", "200", "--steps", "9", "--epsilon", "8", *wrong)
     assert code == 2 and len(err.strip().splitlines()) == 1

@@ -43,7 +43,6 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "privacy_ledger": ("people.jsonl", "people.jsonl"),
     "privacy_ledger_epsilon": ("16", 16.0),
     "privacy_ledger_entry": ("tuning-1", "tuning-1"),
-    "tuned_shape": ("0", 0.0),
     "preconditioner": ("dp2_yogi", "dp2_yogi"),
     "preconditioner_kwargs": ('{"factored": true}', {"factored": True}),
     "filter": ("butterworth:2:0.1", "butterworth:2:0.1"),

@@ -70,7 +70,7 @@ def test_the_docstring_of_the_configuration_describes_every_field():
         assert field.metadata["help"].more in text
 
 
-@pytest.mark.parametrize("command, num", [("plan", 18), ("plan-head", 8), ("audit", 11)])
+@pytest.mark.parametrize("command, num", [("plan", 17), ("plan-head", 8), ("audit", 11)])
 def test_flags_of_the_command_line_take_the_words_of_the_option(command, num):
     params = [p for p in get_command(app).commands[command].params if p.name in options.OPTIONS]  # type: ignore[attr-defined]
     assert len(params) == num

@@ -264,7 +264,7 @@ def test_runs_of_unlike_cost_are_not_released(tmp_path: Path, plans, match):
 def asked(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     options = {
         "command": TOY, "output_dir": tmp_path / "out", "epsilon": 8.0, "space": json.dumps(RATES),
-        "metric": "eval_rate", "runs": 2.0, "shape": 1.0, "minimize": False,
+        "metric": "eval_rate", "runs": 2.0, "minimize": False,
         "private_state_dir": tmp_path / "private", "privacy_ledger": str(tmp_path / "people.jsonl"),
         "privacy_ledger_epsilon": 40.0,
     }  # fmt: skip
