@@ -31,9 +31,6 @@ class Preempted(SystemExit):
 class Preemption:
     """Signals that this process has received, and what the ranks agree on.
 
-    Args:
-        replaces_handlers: whether handlers that the script has installed are replaced during training, too.
-
     Attributes:
         received: name of the first signal that asked to stop; None so far.
         is_stopping: whether all processes have agreed to stop.
@@ -41,40 +38,32 @@ class Preemption:
         is_extra: whether that checkpoint is there for the journal alone.
     """
 
-    def __init__(self, *, replaces_handlers: bool) -> None:
-        self._replaces_handlers = replaces_handlers
+    def __init__(self) -> None:
         self.received: str | None = None
         self.is_stopping = False
         self.wants_save, self.is_extra = False, False
         self._process = os.getpid()
-        self._before: dict[int, Any] = {}  # handlers that were there, by signal
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Record SIGTERM and SIGUSR1 inside the context, and restore their handlers after it.
 
-        Outside of the main thread no handler is installed. A handler that the script has installed stays, unless it is
-        to be replaced; the default ones would end the process in mid-step. A signal that came too late to stop the
-        training is sent once more when the handlers are back.
+        Outside of the main thread no handler is installed. A handler that the script has installed stays; the default
+        ones would end the process in mid-step. A signal that came too late to stop the training is sent once more when
+        the handlers are back.
         """
-        self.received, self.is_stopping, self._process, self._before = None, False, os.getpid(), {}
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                if self._replaces_handlers or signal.getsignal(number) == signal.SIG_DFL:
-                    self._before[number] = signal.signal(number, self._receive)
+        self.received, self.is_stopping, self._process = None, False, os.getpid()
+        is_main = threading.current_thread() is threading.main_thread()
+        free = [number for number in SIGNALS if is_main and signal.getsignal(number) == signal.SIG_DFL]
+        for number in free:
+            signal.signal(number, self._receive)
         try:
             yield
         finally:
-            for replaced in self._before:
-                self._restore(replaced)
-        self._pass_on()
-
-    @contextlib.contextmanager
-    def in_place_of_jit(self, args: TrainingArguments) -> Iterator[None]:
-        """Switch transformers' own saves off inside the context: they come between a gradient and its update."""
-        args.enable_jit_checkpoint = False
-        yield
-        args.enable_jit_checkpoint = self._replaces_handlers
+            for number in free:
+                signal.signal(number, signal.SIG_DFL)
+        if self.received is not None and not self.is_stopping:
+            signal.raise_signal(signal.Signals[self.received])
 
     @contextlib.contextmanager
     def saving(self, args: TrainingArguments) -> Iterator[None]:
@@ -85,14 +74,6 @@ class Preemption:
             yield
         finally:
             args.save_only_model = only_model
-
-    def _restore(self, number: int) -> None:
-        handler = self._before[number]
-        signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    def _pass_on(self) -> None:
-        if self.received is not None and not self.is_stopping:
-            signal.raise_signal(signal.Signals[self.received])
 
     def between_steps(self, run: PrivateRun, state: Any, control: Any) -> None:
         """Agree with all processes on whether to save, and to stop, before the next step.
@@ -130,7 +111,7 @@ class Preemption:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a child that was forked inside of the context
-            self._restore(number)
+            signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
             return
         # launchers pass a signal on that the processes have got already, so a second one changes nothing

@@ -118,9 +118,8 @@ class DPTrainerMixin(_Trainer):
         check_inputs(inputs, training)
         self._inputs, self._planned = inputs, plan_run(inputs, collectives.current_ranks())
         self._checkpoints, self._goes_on = Checkpoints(args), False
-        self._preemption = Preemption(replaces_handlers=bool(args.enable_jit_checkpoint))
-        with self._preemption.in_place_of_jit(args):
-            super().__init__(model, args, *positional, **kwargs)
+        self._preemption = Preemption()
+        super().__init__(model, args, *positional, **kwargs)
         self.remove_callback(RefuseStockTraining)
         keep_layout(self.model)
         made = self._as_made()  # some trainers load the model or wrap it in an adapter themselves

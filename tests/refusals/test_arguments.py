@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import transformers as tf
 from accelerate.utils import DistributedType, DynamoBackend
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import OffloadPolicy
 
 from hf_dpopt import DPConfigError, DPTrainer, UnsupportedModuleError
 from hf_dpopt.huggingface.refusals.training_arguments import check_accelerator
@@ -28,11 +28,6 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "fp16": ({"fp16": True}, "skips an update.*Use --bf16"),
     "n_gpu": ({"late": {"_n_gpu": 2}}, "2 GPUs.*accelerate launch --num_processes 2"),
     "fsdp alone": ({"fsdp": True}, "several processes, and this is one.*accelerate launch --num_processes"),
-    "deepspeed": ({"late": {"deepspeed": "ds.json"}}, "DeepSpeed.*Use plain accelerate launch"),
-    "deepspeed from accelerate": (
-        {"late": {"deepspeed_plugin": object()}},
-        "DeepSpeed.*Use plain accelerate launch",
-    ),
     "parallelism_config": ({"late": {"parallelism_config": object()}}, "parallelism_config.*Use plain accelerate"),
     "torch_compile": ({"torch_compile": True}, "Remove --torch_compile"),
     "torch_compile_mode": ({"torch_compile_mode": "default"}, "Remove --torch_compile"),
@@ -45,8 +40,6 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "neftune": ({"neftune_noise_alpha": 5.0}, "Remove --neftune_noise_alpha"),
     "group_by_length": ({"train_sampling_strategy": "group_by_length"}, "group_by_length.*Leave it at 'random'"),
     "sequential": ({"train_sampling_strategy": "sequential"}, "sequential.*Leave it at 'random'"),
-    "split_batches": ({"accelerator_config": {"split_batches": True}}, "split_batches.*Remove it"),
-    "dispatch_batches": ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches.*Remove it"),
     "accumulation of accelerate": (
         {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
         "num_steps=2.*Use --gradient_accumulation_steps",
@@ -66,6 +59,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         "Reentrant.*'use_reentrant': False",
     ),
     "save_on_each_node": ({"save_on_each_node": True}, "put output_dir on a disk that all machines see"),
+    "enable_jit_checkpoint": ({"enable_jit_checkpoint": True}, "Remove --enable_jit_checkpoint: SIGTERM"),
     "debug": ({"debug": "underflow_overflow"}, "Remove --debug"),
     "tokens seen": ({"include_num_input_tokens_seen": True}, "include_num_input_tokens_seen.*Leave it at 'no'"),
     "tokens seen, text": ({"include_num_input_tokens_seen": "non_padding"}, "Leave it at 'no'"),
@@ -182,7 +176,6 @@ ACCELERATORS: dict[str, tuple[dict[str, Any], str]] = {
         "The launcher started 1 processes .torch.distributed., and the Trainer knows 2.*Start with torchrun",
     ),
     "fsdp 1": ({"mode": "FSDP", "state": _fsdp(fsdp_version=1)}, "version 1 flattens.*Set --fsdp_version 2"),
-    "offload": ({"mode": "FSDP", "state": _fsdp(cpu_offload=CPUOffloadPolicy())}, "Set --fsdp_offload_params false"),
     "fsdp checkpointing": ({"mode": "FSDP", "state": _fsdp(activation_checkpointing=True)}, "Use --gradient_check"),
     "deepspeed": ({"mode": "DEEPSPEED"}, "mode DEEPSPEED.*choose plain multi-GPU, FSDP with version 2"),
     "megatron": ({"mode": "MEGATRON_LM"}, "mode MEGATRON_LM.*choose plain multi-GPU"),

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from typing import Any
 
+from transformers import TrainingArguments
+
 from hf_dpopt.common import collectives
+from hf_dpopt.common.errors import shown
 from hf_dpopt.common.refusal import Refusal, is_reentrant, refuses
 from hf_dpopt.huggingface.values import check_values
 
 DATA_PARALLEL = "Use plain accelerate launch (data parallel), with LoRA if memory is short."
+STAYS: dict[str, str] = {  # option of transformers that has to keep its default -> what it would do, and the way out
+    "fp16": "skips an update exactly when one record overflows, which tells that the record is there. Use --bf16, or "
+    "full precision.",
+    "auto_find_batch_size": "restarts after an out-of-memory error with the changed weights, uncounted. Set "
+    "--per_device_train_batch_size to what fits; it does not change the result.",
+    "train_sampling_strategy": "picks batches by the records' lengths or order. Leave it at 'random': batches are "
+    "formed by --sampling, and records of a batch are ordered by length anyway.",
+    "ignore_data_skip": "would serve the batches of earlier steps again. Remove --ignore_data_skip: skipping costs "
+    "nothing here.",
+    "dataloader_in_order": "would serve batches in another order than they were charged. Remove it.",
+    "torch_compile": "compiles the whole model, with it the places where per-record gradients are captured. Remove "
+    "--torch_compile, and compile parts: for layer in model.model.layers: layer.mlp.compile().",
+    "use_liger_kernel": "forms the head's gradient inside the forward, before it can be clipped. Remove "
+    "--use_liger_kernel.",
+    "neftune_noise_alpha": "scales its noise by the padded length, which depends on the other records. Remove "
+    "--neftune_noise_alpha.",
+    "save_on_each_node": "writes checkpoints apart from the ledger, which one machine has. Remove "
+    "--save_on_each_node, and put output_dir on a disk that all machines see.",
+    "enable_jit_checkpoint": "saves between a gradient and its update. Remove --enable_jit_checkpoint: SIGTERM and "
+    "SIGUSR1 save a checkpoint after the step in progress without it.",
+    "debug": "prints un-noised activations and gradients. Remove --debug.",
+    "include_num_input_tokens_seen": "logs the size of the sampled batches. Leave it at 'no'.",
+}
 
 
 @refuses
@@ -25,79 +52,41 @@ def check_arguments(args: Any) -> Iterator[Refusal]:
         )
 
     check_values(args)
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    for name, why in STAYS.items():
+        value = getattr(args, name)
+        yield (value or None) != (defaults[name] or None), f"{name}={shown(value)}: {why}"
     yield from _on_devices(args)
-    yield from _on_batching(args)
     yield from _on_backward(args)
-    yield from _on_saving(args)
-    yield from _on_side_channels(args)
-
-
-def _on_devices(args: Any) -> Iterator[Refusal]:
-    yield (
-        args.fp16,
-        "`fp16` skips an update exactly when one record overflows, which tells that the record is there. Use --bf16, "
-        "or full precision.",
-    )
-    yield (
-        args.n_gpu > 1,
-        f"{args.n_gpu} GPUs are visible without a launcher, so the Trainer would wrap the model in DataParallel. "
-        f"Start with `accelerate launch --num_processes {args.n_gpu}`, or set CUDA_VISIBLE_DEVICES to one GPU.",
-    )
-    yield (
-        bool(args.deepspeed) or args.deepspeed_plugin is not None,
-        f"DeepSpeed averages and clips gradients itself, which is not supported yet. {DATA_PARALLEL}",
-    )
-    plugin, config = args.fsdp_plugin_args or {}, args.fsdp_config or {}
-    is_launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    by_launcher = int(os.environ.get("FSDP_VERSION") or 1) if is_launched else 2
-    version = int(plugin.get("fsdp_version", 2)) if args.fsdp else by_launcher
-    dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
-    yield from _on_acceleration(args.mixed_precision, version, args.parallelism_config, dynamo.lower())
-    yield (
-        bool(args.fsdp) and args.world_size == 1,
-        "FSDP deals the weights to several processes, and this is one. Start with accelerate launch --num_processes "
-        "N (or torchrun --nproc_per_node N), or remove --fsdp.",
-    )
-    yield (
-        bool(args.fsdp) and bool(config.get("xla")),
-        "FSDP on XLA devices is not supported. Remove fsdp_config['xla'].",
-    )
-
-
-def _on_batching(args: Any) -> Iterator[Refusal]:
-    loader = args.accelerator_config
-    yield (
-        bool(args.auto_find_batch_size),
-        "`auto_find_batch_size` restarts after an out-of-memory error with the changed weights, uncounted. Set "
-        "--per_device_train_batch_size to what fits; it does not change the result.",
-    )
-    yield (
-        args.train_sampling_strategy != "random",
-        f"train_sampling_strategy={args.train_sampling_strategy!r} picks batches by the records' lengths or order. "
-        "Leave it at 'random': batches are formed by --sampling, and records of a batch are ordered by length "
-        "anyway.",
-    )
-    accumulation = getattr(loader, "gradient_accumulation_kwargs", None) or {}
+    accumulation = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
     yield (
         "num_steps" in accumulation,
         f"`accelerator_config.gradient_accumulation_kwargs` sets num_steps={accumulation.get('num_steps')}, which "
         "the Trainer would take for loader items, and an item is a whole step here. Use "
         "--gradient_accumulation_steps, or --expected_batch_size.",
     )
-    for option in ("split_batches", "dispatch_batches"):
-        yield (
-            bool(getattr(loader, option)),
-            f"accelerator_config.{option} re-serves records to fill a batch. Remove it: a logical batch is dealt to "
-            "the ranks without repetition.",
-        )
     yield (
-        bool(args.ignore_data_skip),
-        "`ignore_data_skip` would serve the batches of earlier steps again. Remove --ignore_data_skip: skipping "
-        "costs nothing here.",
+        os.environ.get("WANDB_WATCH", "false").lower() in ("gradients", "all"),
+        "WANDB_WATCH uploads raw gradients. Unset it, or set WANDB_WATCH=false.",
     )
+
+
+def _on_devices(args: Any) -> Iterator[Refusal]:
     yield (
-        not args.dataloader_in_order,
-        "dataloader_in_order=False would serve batches in another order than they were charged. Remove it.",
+        args.n_gpu > 1,
+        f"{args.n_gpu} GPUs are visible without a launcher, so the Trainer would wrap the model in DataParallel. "
+        f"Start with `accelerate launch --num_processes {args.n_gpu}`, or set CUDA_VISIBLE_DEVICES to one GPU.",
+    )
+    # before accelerate meets it: on a machine without accelerators it would fail with an error of its own
+    is_launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    by_launcher = int(os.environ.get("FSDP_VERSION") or 1) if is_launched else 2
+    version = int((args.fsdp_plugin_args or {}).get("fsdp_version", 2)) if args.fsdp else by_launcher
+    dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    yield from _on_acceleration(args.mixed_precision, version, args.parallelism_config, dynamo.lower())
+    yield (
+        bool(args.fsdp) and args.world_size == 1,
+        "FSDP deals the weights to several processes, and this is one. Start with accelerate launch --num_processes "
+        "N (or torchrun --nproc_per_node N), or remove --fsdp.",
     )
 
 
@@ -117,49 +106,14 @@ def _on_backward(args: Any) -> Iterator[Refusal]:
     optim = str(getattr(args.optim, "value", args.optim))
     checkpointing = {**(args.activation_checkpointing_kwargs or {}), **(args.gradient_checkpointing_kwargs or {})}
     yield (
-        bool(args.torch_compile),
-        "`torch_compile` compiles the whole model, with it the places where per-record gradients are captured. "
-        "Remove --torch_compile, and compile parts: for layer in model.model.layers: layer.mlp.compile().",
-    )
-    yield (
-        bool(args.use_liger_kernel),
-        "Liger kernels form the head's gradient inside the forward, before it can be clipped. Remove "
-        "--use_liger_kernel.",
-    )
-    yield (
         "lomo" in optim or "layerwise" in optim,
         f"optim={optim} updates parameters inside the backward, before the clip and the noise. Use adamw_torch, sgd "
         "or another optimizer that steps after the backward.",
     )
     yield (
-        args.neftune_noise_alpha is not None,
-        "`neftune_noise_alpha` scales its noise by the padded length, which depends on the other records. Remove "
-        "--neftune_noise_alpha.",
-    )
-    yield (
         is_reentrant(checkpointing),
         "Reentrant checkpointing runs a second backward inside the first. Use "
         "activation_checkpointing_kwargs={'use_reentrant': False}, the default.",
-    )
-
-
-def _on_saving(args: Any) -> Iterator[Refusal]:
-    yield (
-        bool(args.save_on_each_node),
-        "`save_on_each_node` writes checkpoints that lie apart from the ledger, which one machine has. Remove "
-        "--save_on_each_node, and put output_dir on a disk that all machines see.",
-    )
-
-
-def _on_side_channels(args: Any) -> Iterator[Refusal]:
-    yield bool(args.debug), "`debug` prints un-noised activations and gradients. Remove --debug."
-    yield (
-        args.include_num_input_tokens_seen not in ("no", False),
-        "`include_num_input_tokens_seen` logs the size of the sampled batches. Leave it at 'no'.",
-    )
-    yield (
-        os.environ.get("WANDB_WATCH", "false").lower() in ("gradients", "all"),
-        "WANDB_WATCH uploads raw gradients. Unset it, or set WANDB_WATCH=false.",
     )
 
 
@@ -213,20 +167,7 @@ def check_accelerator(accelerator: Any) -> Iterator[Refusal]:
         str(getattr(backend, "value", backend)),
     )
     yield (
-        plugin is not None and bool(_offloads(plugin)),
-        "FSDP's CPU offload keeps shards where gradients do not come, which is not supported yet. Set "
-        "--fsdp_offload_params false.",
-    )
-    yield (
         plugin is not None and bool(plugin.activation_checkpointing),
         "FSDP's activation checkpointing wraps layers where the capture of gradients does not see it. Use "
         "--gradient_checkpointing in its place, and no fsdp_activation_checkpointing.",
-    )
-
-
-def _offloads(plugin: Any) -> bool:
-    """Whether FSDP keeps shards in the host's memory: a flag, or a policy of torch's."""
-    policy = plugin.cpu_offload
-    return (
-        policy is True or type(policy).__name__ == "CPUOffloadPolicy" or bool(getattr(policy, "offload_params", False))
     )
