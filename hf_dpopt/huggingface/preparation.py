@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
-from hf_dpopt.huggingface.refusals.model import first_not_finite
 from hf_dpopt.records.collation import Batch, Collation
 from hf_dpopt.records.losses import RecordLosses, base_model
 from hf_dpopt.records.rows import read_one, spread
@@ -41,27 +39,13 @@ def look_at_records(dataset: Any, collation: Collation, losses: RecordLosses) ->
     if changed:
         raise UnsupportedModuleError(changed_by_a_forward(changed))
     num_wrong = sum(not torch.isfinite(loss).all() for loss in found)
-    if found and num_wrong == len(found):
-        _refuse_no_loss(losses.model, len(found))
     if num_wrong:
         raise DPConfigError(
             f"The losses of {num_wrong} of {len(found)} training records are NaN or infinite, and every step would "
-            "leave such records out silently. Correct their values, or leave them out before training."
+            "leave such records out silently. Correct their values and labels, or leave them out before training; in "
+            "bfloat16, try float32."
         )
     return usable
-
-
-def _refuse_no_loss(model: nn.Module, num_tried: int) -> None:
-    """Refuse a model all of whose losses are NaN or infinite, naming the weights that are."""
-    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    name = first_not_finite(weights)
-    why = f"{name} of the model holds NaN or infinity" if name else "though the weights of the model are finite"
-    raise DPConfigError(
-        f"The losses of {num_tried} training records are all NaN or infinite ({why}), so every record would be "
-        "dropped and the run would train on noise. "
-        + ("Load the weights again, from a checkpoint before the run diverged." if name else
-           "Look at the labels and at what the model makes of them; in bfloat16, try float32.")
-    )  # fmt: skip
 
 
 def _run(collation: Collation, losses: RecordLosses, record: Any) -> torch.Tensor:

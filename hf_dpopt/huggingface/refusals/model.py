@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ def check_model(model: nn.Module) -> Iterator[Refusal]:
     """Refuse models whose records influence each other, or that change outside the optimizer."""
     refuse_spoilt(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    yield from _on_values(trained)
+    yield from _on_values(model)
     yield not trained, "The model has no trainable parameter. Unfreeze some (requires_grad_(True)) or add LoRA."
     yield (
         len(set(getattr(model, "hf_device_map", {}).values())) > 1,
@@ -94,7 +94,7 @@ def check_model_given(inputs: TrainerInputs) -> None:
     )
 
 
-def _on_values(trained: dict[str, nn.Parameter]) -> Iterator[Refusal]:
+def _on_values(model: nn.Module) -> Iterator[Refusal]:
     """Refusals of parameters that hold no numbers, or none that training could start from."""
     loads_on_one_rank = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() in ("true", "1")
     fix = "Load or initialise the weights before the trainer is made."
@@ -102,29 +102,26 @@ def _on_values(trained: dict[str, nn.Parameter]) -> Iterator[Refusal]:
         fix = (
             "Set fsdp_cpu_ram_efficient_loading to false (`accelerate config`), which loads weights on one rank only."
         )
-    for name, p in trained.items():
+    for name, p in model.named_parameters():
+        has_values, trained = not (isinstance(p, nn.parameter.UninitializedParameter) or p.is_meta), p.requires_grad
         yield (
-            isinstance(p, nn.parameter.UninitializedParameter) or p.is_meta,
+            trained and not has_values,
             f"{name} has no values yet (a lazy layer, or a model on the device 'meta'). {fix}",
         )
-        yield p.is_complex(), f"{name} is complex, and clips are of real numbers. Freeze it, or train both parts."
         yield (
-            p.is_inference(),
+            trained and p.is_complex(),
+            f"{name} is complex, and clips are of real numbers. Freeze it, or train both parts.",
+        )
+        yield (
+            trained and p.is_inference(),
             f"{name} was made in torch.inference_mode, so it cannot be trained. Load the model outside of it.",
         )
-    spoilt = first_not_finite(trained)
-    if spoilt is not None:
         yield (
-            True,
-            f"The weights of the model are not finite: {spoilt} holds NaN or infinity, so every loss would be NaN, "
+            has_values and p.is_floating_point() and not bool(torch.isfinite(p).all()),
+            f"The weights of the model are not finite: {name} holds NaN or infinity, so every loss would be NaN, "
             "every record would be dropped, and the run would train on noise. Load the weights again; if they came "
             "from a run that diverged, start from an older checkpoint with a smaller learning rate.",
         )
-
-
-def first_not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Name of the first tensor that holds NaN or infinity; None if there is none."""
-    return next((n for n, p in tensors.items() if p.is_floating_point() and not torch.isfinite(p).all()), None)
 
 
 def _rope_types(model: nn.Module) -> set[str]:
