@@ -51,12 +51,6 @@ def _optimizer(inputs: TrainerInputs) -> Any:
 
 
 def _on_kinds(inputs: TrainerInputs) -> Iterator[Refusal]:
-    args = inputs.args
-    yield (
-        args.filter is not None and not isinstance(args.filter, str),
-        f"filter={args.filter!r} is no text. Use 'second_order' or 'butterworth:2:0.1', say; an object goes to the "
-        "trainer's postprocess, or into an optimizer.",
-    )
     yield (
         inputs.preclip is not None and not isinstance(inputs.preclip, Preclip),
         f"preclip={shown(inputs.preclip)} is no preconditioner. Give an object such as ScaleThenPrivatize(scale=..), "

@@ -39,20 +39,13 @@ OTHER_TRL = (
     "Of TRL's trainers SFTTrainer can be private: DPSFTTrainer, with records that hold prompt and completion.",
 )
 
-ARGUMENTS = {  # class of a trainer -> its private training arguments
-    "SFTTrainer": "DPSFTConfig",
-    "Seq2SeqTrainer": "DPSeq2SeqTrainingArguments",
-    "Trainer": "DPTrainingArguments",
-}
-
 
 def check_arguments_given(args: Any, trainer_class: type) -> None:
     """Refuse training arguments that know no privacy."""
     if not isinstance(args, DPTrainingArguments):
-        bases = (base.__name__ for base in trainer_class.__mro__)
-        needed = next(ARGUMENTS[base] for base in bases if base in ARGUMENTS)
         raise DPConfigError(
-            f"{trainer_class.__name__} needs {needed}, got {type(args).__name__}. Replace it by hf_dpopt.{needed} and "
+            f"{trainer_class.__name__} got {type(args).__name__}. Replace it by hf_dpopt.DPTrainingArguments "
+            "(a Seq2SeqTrainer takes hf_dpopt.DPSeq2SeqTrainingArguments, an SFTTrainer hf_dpopt.DPSFTConfig), and "
             "set target_epsilon."
         )
 
