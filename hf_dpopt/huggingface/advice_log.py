@@ -18,7 +18,7 @@ from hf_dpopt.huggingface.advisor import TRAINED_HEAD, Advised, Trained
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.workload import is_adaptive, mean_step_size
-from hf_dpopt.plan.advice import GAIN, TrainingJob, advise, head_instead
+from hf_dpopt.plan.advice import TrainingJob, head_instead
 from hf_dpopt.plan.outlook import MAX_CORRELATED_STEPS, Outlook, outlook_of
 from hf_dpopt.plan.plan import PrivacyPlan
 
@@ -77,10 +77,11 @@ def spelled(values: Mapping[str, Any]) -> str:
 
 def _outlook(plan: PrivacyPlan, inputs: TrainerInputs, advised: Advised, trained: Trained) -> Outlook:
     args, reach, usual = inputs.args, None, None
-    if advised.job is not None and trained.is_tuned and trained.size is not None:
+    if advised.advice is not None and trained.is_tuned and trained.size is not None:
         reach = args.learning_rate * plan.num_steps * mean_step_size(args, plan.num_steps)
         batch = plan.sampler.expected_batch_size
-        rate = advised.job.learning_rate(advised.job.outlook(batch, noise_multiplier=plan.noise_multiplier))
+        job = advised.advice.job
+        rate = job.learning_rate(job.outlook(batch, noise_multiplier=plan.noise_multiplier))
         usual = rate * plan.num_steps / 2
     return outlook_of(
         plan,
@@ -128,16 +129,15 @@ def _better(outlook: Outlook, advised: Advised, plan: PrivacyPlan, args: DPTrain
     """Say what the advisor would change, and what that is worth; empty if it would gain little."""
     advice = advised.advice
     if advice is None:
-        units, epsilon = plan.num_users or plan.num_examples, plan.epsilon()
-        asked = f"hf-dpopt plan --num-examples {units} --epsilon {epsilon:.3g}"
-        return f"`{asked}` advises." if outlook.verdict != "good" and 0 < epsilon < math.inf else ""
+        command, epsilon = _plan_command(plan.num_users or plan.num_examples, plan.epsilon()), plan.epsilon()
+        return f"{command} advises." if outlook.verdict != "good" and 0 < epsilon < math.inf else ""
     if not advice.is_better_than(outlook):
         if outlook.is_too_short and trained.is_tuned:
             rate = advice.learning_rate
             if outlook.reach and outlook.advised_reach:  # 0 with a rate of 0
                 rate = args.learning_rate * outlook.advised_reach / outlook.reach
-            return f"Use {spelled({'learning_rate': float(f'{rate:.1e}')})}. {more_passes(advice.job, trained)}"
-        return "" if outlook.verdict == "good" else more_passes(advice.job, trained)
+            return f"Use {spelled({'learning_rate': float(f'{rate:.1e}')})}. {_what_would_do(advice.job, trained)}"
+        return "" if outlook.verdict == "good" else _what_would_do(advice.job, trained)
     values: dict[str, Any] = {"expected_batch_size": advice.batch}
     if args.max_steps > 0:
         values["max_steps"] = advice.outlook.num_steps
@@ -145,27 +145,21 @@ def _better(outlook: Outlook, advised: Advised, plan: PrivacyPlan, args: DPTrain
         values |= {name: advice.values[name] for name in ("learning_rate", "warmup_steps")}
     worth = f"its {advice.outlook.num_steps} steps are worth {advice.outlook.useful_steps:.3g}"
     text = f"For the same records and budget use {spelled(values)}: {worth}."
-    return text if advice.outlook.verdict == "good" else f"{text} {more_passes(advice.job, trained)}"
+    return text if advice.outlook.verdict == "good" else f"{text} {_what_would_do(advice.job, trained)}"
 
 
-def more_passes(job: TrainingJob, trained: Trained) -> str:
+def _what_would_do(job: TrainingJob, trained: Trained) -> str:
     """Say what would do: a linear head, more passes over the records, or more of them."""
-    rest = "it takes more records or a larger epsilon."
-    if trained.is_glue and (head := head_instead(job)) is not None:
-        text = (
-            f"A linear head on the frozen model would be worth {head.outlook.useful_steps:.3g}: recipes/glue.py "
-            f"--freeze encoder --pooling cls mean --num_train_epochs {head.job.passes:g}."
-        )
-        return text if head.outlook.verdict != "poor" else f"{text} For more {rest}"
-    known = most = advise(job).outlook.useful_steps
-    for passes in (10, 30, 100):
-        if passes <= job.passes:
-            continue
-        more = advise(dataclasses.replace(job, passes=float(passes)))
-        most = more.outlook.useful_steps
-        if more.outlook.verdict == "good":
-            values = {"num_train_epochs": passes, "learning_rate": more.learning_rate}
-            return f"With batches of {more.batch} and {spelled(values)} it would be {most:.3g}."
-    if most > GAIN * known:
-        return f"100 passes would be worth {most:.3g}; for more {rest}"
-    return f"More passes do not help: {rest}"
+    rest = f"{_plan_command(job.num_units, job.target_epsilon)} shows what more passes, records or epsilon are worth."
+    head = head_instead(job) if trained.is_glue else None
+    if head is None:
+        return rest
+    text = (
+        f"A linear head on the frozen model would be worth {head.outlook.useful_steps:.3g}: recipes/glue.py "
+        f"--freeze encoder --pooling cls mean --num_train_epochs {head.job.passes:g}."
+    )
+    return text if head.outlook.verdict != "poor" else f"{text} {rest}"
+
+
+def _plan_command(num_units: int, epsilon: float) -> str:
+    return f"`hf-dpopt plan --num-examples {num_units} --epsilon {epsilon:.3g}`"

@@ -95,13 +95,11 @@ class Advised:
         chosen: options that were open -> values for them.
         recorded: all that was ever chosen for the run, and a trained head if one was declared, which the plan notes
             down.
-        job: what is trained, for how long; None where nothing is advised.
-        advice: what is advised, with everything open.
+        advice: what is advised, with everything open, and for what; None where nothing is advised.
     """
 
     chosen: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     recorded: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    job: TrainingJob | None = None
     advice: Advice | None = None
 
     def applied_to(self, args: DPTrainingArguments) -> DPTrainingArguments:
@@ -161,7 +159,7 @@ def ask_again(advised: Advised, inputs: TrainerInputs, plan: PrivacyPlan) -> Adv
     """
     later = ask_advisor(
         inputs, num_units=plan.num_users or plan.num_examples, batch=plan.sampler.expected_batch_size,
-        recorded=advised.recorded if advised.job is None else None,  # a run that goes on chooses nothing
+        recorded=advised.recorded if advised.advice is None else None,  # a run that goes on chooses nothing
         batch_stays=True,
     )  # fmt: skip
     more = {name: value for name, value in later.chosen.items() if name != "expected_batch_size"}
@@ -197,8 +195,8 @@ def read_advised(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _advised(args: DPTrainingArguments, trained: Trained, *, num_units: int, batch: int, batch_stays: bool) -> Advised:
-    job = _job(args, trained, num_units=num_units, batch=batch)
     open_ = _open_options(args, trained) if args.advisor != "none" else ()
+    job = _job(args, trained, num_units=num_units, batch=batch)
     if batch_stays or job.passes * num_units < batch:
         open_ = tuple(name for name in open_ if name != "expected_batch_size")
     advice = advise(job)
@@ -212,7 +210,7 @@ def _advised(args: DPTrainingArguments, trained: Trained, *, num_units: int, bat
         rate = float(f"{linear / share * rate:.1e}")
     values["learning_rate"] = rate
     chosen = {name: values[name] for name in open_}
-    return Advised(chosen, {**chosen, **_declared(args)}, job, advice)
+    return Advised(chosen, {**chosen, **_declared(args)}, advice)
 
 
 def _declared(args: DPTrainingArguments) -> dict[str, Any]:

@@ -261,7 +261,7 @@ def test_a_language_model_is_never_told_of_a_linear_head(tmp_path, log):
     made = trainer(tmp_path, **big(**hand, model=net, train_dataset=rows, data_collator=None))
     made.train()
     (line,) = [line for line in log() if "expected to learn little" in line]
-    assert "num_train_epochs=" in line and "linear head" not in line and "--freeze" not in line
+    assert "hf-dpopt plan --num-examples 400" in line and "linear head" not in line and "--freeze" not in line
 
 
 @pytest.mark.parametrize("typed, word", [(1e-5, "small"), (5.0, "large")])
