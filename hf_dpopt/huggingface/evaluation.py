@@ -24,7 +24,7 @@ from hf_dpopt.common.log import logger
 from hf_dpopt.common.sharding import give_back
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.metric_release import usual_bound
-from hf_dpopt.huggingface.refusals.data import check_evaluation
+from hf_dpopt.huggingface.refusals.data import check_evaluation, check_is_no_stream
 from hf_dpopt.huggingface.shards import is_in_shards
 from hf_dpopt.huggingface.storage_faults import found_by, open_log
 from hf_dpopt.plan.evaluation_budget import EvaluationBudget
@@ -92,8 +92,8 @@ class EvaluationGuard:
         self.budget: EvaluationBudget | None = None
 
     @contextlib.contextmanager
-    def on_held_out(self, dataset: Any, sets: Any, train_dataset: Any, model: nn.Module) -> Iterator[None]:
-        """Refuse training records, and do not look a second time at what one call hands to the next.
+    def on_held_out(self, dataset: Any, sets: Any, train_dataset: Any, model: nn.Module) -> Iterator[Any]:
+        """Yield the set, or sets; refuse training records, but look once at what one call hands to the next.
 
         Args:
             dataset: the evaluation set, several by their names, or one of those names; None for all.
@@ -105,22 +105,20 @@ class EvaluationGuard:
             DPConfigError: for a set that the model was trained on.
         """
         self._sets, before = sets, self._held_out
-        dataset = self._named(dataset)
+        if isinstance(dataset, str) and isinstance(sets, dict):
+            dataset = sets[dataset]
+        elif dataset is None:
+            dataset = sets
         if not any(dataset is one for one in before):
             if self._training.dataset is not train_dataset:
                 self._training = TrainingRows(train_dataset)
             check_evaluation(dataset, self._training)
         self._held_out = (*before, dataset, *(dataset.values() if isinstance(dataset, dict) else ()))
         try:
-            yield
+            yield dataset
         finally:
             self._held_out = before
             give_back(model)
-
-    def _named(self, dataset: Any) -> Any:
-        if isinstance(dataset, str) and isinstance(self._sets, dict):
-            return self._sets[dataset]
-        return self._sets if dataset is None else dataset
 
     @property
     def is_private(self) -> bool:
@@ -134,19 +132,6 @@ class EvaluationGuard:
                 f"`{what}` gives exact values of single records, and the evaluation set was declared private. Use "
                 "evaluate(); for a set that is not private, make a trainer with --eval_data_privacy public."
             )
-
-    def answer(
-        self, dataset: Any, prefix: str, model: nn.Module, collator: Any, tell: Callable[[dict[str, float]], None]
-    ) -> dict[str, float]:
-        """Noisy metrics of a private set, or of several by their names, each of which is told; see `evaluate`."""
-        found = self._named(dataset)
-        prefix = f"{prefix}_{dataset}" if isinstance(dataset, str) else prefix
-        if isinstance(found, dict):
-            answers = [self.answer(one, f"{prefix}_{name}", model, collator, tell) for name, one in found.items()]
-            return {name: value for answer in answers for name, value in answer.items()}
-        metrics = self.evaluate(found, prefix, model, collator)
-        tell(metrics)
-        return metrics
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -197,7 +182,6 @@ class EvaluationGuard:
         """
         with self._log() as log:
             made = [*log.state.evaluations.values(), Evaluation(budget.noise_multiplier, budget.adjacency, query)]
-            budget.spent(made[:-1])  # of one adjacency
             spent = budget.spent(made)
             if spent > budget.target_epsilon * (1 + 1e-9):
                 raise DPBudgetExceeded(
@@ -244,19 +228,14 @@ class EvaluationGuard:
             DPBudgetExceeded: before a record is looked at, if the budget is spent.
             DPConfigError: for a set or a model that cannot be evaluated privately.
         """
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise DPConfigError(
-                "eval_data_privacy='private' reads records by number, and the evaluation set is a stream. Load it as "
-                "a map-style dataset."
-            )
-        refuse_spoilt(model)
+        check_is_no_stream("eval_dataset", dataset)
         if is_in_shards(model):
             raise DPConfigError(
                 "eval_data_privacy='private' has no evaluation of models in shards (FSDP2) yet. Evaluate the saved "
                 "model in a process of its own."
             )
         losses = RecordLosses(model, self._per_example_loss_func or "auto")
-        scores = scores_of(model, losses, self._args.eval_loss_bound)
+        scores = scores_of(losses, self._per_example_loss_func, self._args.eval_loss_bound)
         self.budget = budget = self._budget(len(dataset))
         query = {
             "set": self._name_of(dataset, prefix),
@@ -363,12 +342,8 @@ class EvaluationGuard:
     @contextlib.contextmanager
     def _evaluating(self, model: nn.Module) -> Iterator[KeptState]:
         """Evaluation mode, under random numbers that nobody knows; all state of the model is restored after it."""
-        device = conditions.device_of(model)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(conditions.keep_generators(device))
-            stack.enter_context(conditions.in_mode(model, training=False))
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(self._autocast())
+        kept, mode = conditions.keep_generators(conditions.device_of(model)), conditions.in_mode(model, training=False)
+        with kept, mode, torch.no_grad(), self._autocast():
             reseed_from_the_system()
             start = KeptState(model, has_caches=True)
             try:
@@ -444,22 +419,14 @@ class _Vectors:
         return self.scores.total_of(losses_B, logits, batch.get("labels"))
 
 
-def scores_of(model: Any, losses: RecordLosses, loss_bound: float | None) -> Scores:
-    """Scores that a model has, with the declared bound on its loss or the usual one.
-
-    Raises:
-        DPConfigError: if there is neither.
-    """
-    usual = usual_bound(model) if losses.kind != "custom" else None
-    if loss_bound is None and usual is None:
-        raise DPConfigError(
-            "eval_data_privacy='private' needs a bound on the loss of a record, and this loss has no usual one. "
-            "Declare it: --eval_loss_bound 5; losses above count as that."
-        )
+def scores_of(losses: RecordLosses, per_example_loss_func: Any, loss_bound: float | None) -> Scores:
+    """Scores that a model has, with the declared bound on its loss or the usual one."""
+    model: Any = losses.model
     check_positive(eval_loss_bound=loss_bound)
+    bound = loss_bound
+    if bound is None:
+        bound = usual_bound(model, per_example_loss_func, "eval_data_privacy='private'", "--eval_loss_bound 5")
     is_classifier = losses.kind == "ForSequenceClassification" and problem_type(model) == "single_label_classification"
-    bound = loss_bound if loss_bound is not None else usual
-    assert bound is not None
     return Scores(float(bound), model.config.num_labels if is_classifier else None)
 
 

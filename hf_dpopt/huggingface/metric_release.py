@@ -1,4 +1,4 @@
-"""Noisy numbers in the log of a trainer: the usual bound on a loss, and what the start of a run says of them."""
+"""The usual bound on a loss, for noisy numbers of a training and of a private evaluation set."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Any
 from torch import nn
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.records.losses import RecordLosses, base_model, problem_type
-from hf_dpopt.run.run import PrivateRun
 
 TOKENS = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
 
@@ -26,38 +24,40 @@ def complete_metrics(args: DPTrainingArguments, model: Any, per_example_loss_fun
     options: Any = args.private_metrics_kwargs or {}
     if args.log_private_metrics is None or not isinstance(options, Mapping) or "loss_bound" in options:
         return
-    bound = usual_bound(model, per_example_loss_func) if isinstance(model, nn.Module) else None
-    if bound is None:
-        raise DPConfigError(
-            f"log_private_metrics={args.log_private_metrics} needs a bound on the loss of a record, and this loss has "
-            "no usual one. Declare it: --private_metrics_kwargs '{\"loss_bound\": 5}'; losses above count as that."
-        )
+    asked = f"log_private_metrics={args.log_private_metrics}"
+    declare = """--private_metrics_kwargs '{"loss_bound": 5}'"""
+    bound = usual_bound(model, per_example_loss_func, asked, declare)
     args.private_metrics_kwargs = {**options, "loss_bound": bound}
 
 
-def usual_bound(model: nn.Module, per_example_loss_func: Any = None) -> float | None:
-    """Bound on losses that most records keep, from the size of the model's output; None where that says nothing.
+def usual_bound(model: Any, per_example_loss_func: Any, asked: str, declare: str) -> float:
+    """Bound on losses that most records keep, from the size of the model's output.
 
     Five times the loss of a guess for classification, that of a guess for language models. To three digits.
+
+    Args:
+        model: the model; one that is not loaded yet has no usual bound.
+        per_example_loss_func: the loss, which has none either; None for the model's own.
+        asked: the option that needs a bound.
+        declare: how another bound is declared.
+
+    Raises:
+        DPConfigError: if there is no usual bound.
     """
-    if per_example_loss_func is not None:
-        return None
+    is_own = isinstance(model, nn.Module) and per_example_loss_func is None
+    size = _output_size(model) if is_own else 0
+    if size > 1:
+        return round(math.log(size), 3)
+    raise DPConfigError(
+        f"{asked} needs a bound on the loss of a record, and this loss has no usual one. Declare it: {declare}; "
+        "losses above count as that."
+    )
+
+
+def _output_size(model: nn.Module) -> int:
+    """Classes, or entries of the vocabulary; of a classification to the fifth power, 0 where they say nothing."""
     kind, config = RecordLosses(model).kind, base_model(model).config
-    size: Any = 0
     if kind in TOKENS:
-        size = getattr(config, "vocab_size", None) or getattr(config.get_text_config(), "vocab_size", 0)
-    elif kind == "ForTokenClassification":
-        size = config.num_labels**5
-    elif kind == "ForSequenceClassification":
-        size = config.num_labels**5 if problem_type(model) == "single_label_classification" else 0
-    return round(math.log(size), 3) if size > 1 else None
-
-
-def announce_metrics(run: PrivateRun) -> None:
-    """Say in the log what the numbers take; nothing without them."""
-    spec = run.plan.private_metrics
-    if spec is not None:
-        logger.info(
-            f"Private metrics take {spec.share:.3g} of each step's budget: the noise of the gradients is "
-            f"{1 / math.sqrt(1 - spec.share) - 1:.2%} larger, epsilon the same. Losses are cut to {spec.loss_bound:g}."
-        )
+        return getattr(config, "vocab_size", None) or getattr(config.get_text_config(), "vocab_size", 0)
+    is_single = kind == "ForSequenceClassification" and problem_type(model) == "single_label_classification"
+    return config.num_labels**5 if is_single or kind == "ForTokenClassification" else 0

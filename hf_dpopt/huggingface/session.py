@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,7 +22,6 @@ from hf_dpopt.huggingface.advice_log import announce
 from hf_dpopt.huggingface.checkpoints import loading
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.loader import TrainingRecords
-from hf_dpopt.huggingface.metric_release import announce_metrics
 from hf_dpopt.huggingface.planning import PlannedRun
 from hf_dpopt.huggingface.refusals.fsdp import check_shards
 from hf_dpopt.huggingface.refusals.model import check_model
@@ -224,11 +224,11 @@ class TrainingSession:
             f"({plan.adjacency}). Keys, to be kept private: {run.keys.folder}"
         )
         announce(plan, self._inputs, self._planned.advised)
-        announce_metrics(run)
-        if not plan.strategy.is_independent:
-            logger.debug(
-                f"Noise: {plan.config.noise_mechanism}, correlated over the steps ({plan.strategy.name}); draws of "
-                f"{plan.draw_stddev:.4f} sensitivities of a step, {plan.cost.kept:.3g} copies of the gradient kept."
+        if (metrics := plan.private_metrics) is not None:
+            logger.info(
+                f"Private metrics take {metrics.share:.3g} of each step's budget: the noise of the gradients is "
+                f"{1 / math.sqrt(1 - metrics.share) - 1:.2%} larger, epsilon the same. Losses are cut to "
+                f"{metrics.loss_bound:g}."
             )
         if self._planned.users is not None and args.log_unprivatized:
             logger.warning(self._planned.users.describe_unprivatized())

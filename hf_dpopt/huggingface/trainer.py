@@ -192,7 +192,7 @@ class DPTrainerMixin(_Trainer):
             self._session.kept.check()
         refuse_spoilt(self.model)
 
-    def _on_held_out(self, dataset: Any) -> contextlib.AbstractContextManager[None]:
+    def _on_held_out(self, dataset: Any) -> contextlib.AbstractContextManager[Any]:
         return self._evaluation.on_held_out(dataset, self.eval_dataset, self.train_dataset, self.model)
 
     # --- life of a run -----------------------------------------------------------------------------------------------
@@ -279,9 +279,6 @@ class DPTrainerMixin(_Trainer):
 
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # counted from the sampled batches, so it would reveal their sizes
-
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        return None
 
     # --- release -----------------------------------------------------------------------------------------------------
 
@@ -389,15 +386,13 @@ class DPTrainerMixin(_Trainer):
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> dict[str, float]:
         self._check_state()
-        with self._on_held_out(eval_dataset):
-            if not self._evaluation.is_private:
+        with self._on_held_out(eval_dataset) as found:
+            if not self._evaluation.is_private or isinstance(found, dict):  # which hands over one set after the other
                 return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
-            model, collator = self.model, self.data_collator
-            return self._evaluation.answer(eval_dataset, metric_key_prefix, model, collator, self._tell)
-
-    def _tell(self, metrics: dict[str, float]) -> None:
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            metrics = self._evaluation.evaluate(found, metric_key_prefix, self.model, self.data_collator)
+            self.log(metrics)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            return metrics
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._evaluation.refuse_exact("evaluation_loop")

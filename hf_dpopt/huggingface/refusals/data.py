@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from transformers import DataCollatorWithFlattening
 
 from hf_dpopt.common.checks import check_at_most, check_count
 from hf_dpopt.common.errors import DPConfigError, shown
@@ -20,11 +19,11 @@ METRICS = ("accuracy", "f1", "loss")  # of one
 
 
 def check_datasets(inputs: TrainerInputs) -> None:
-    """Refuse what is no dataset, by the parameter of the trainer; streams are refused where they matter.
+    """Refuse what is no dataset, by the parameter of the trainer; an evaluation set may be a stream.
 
     Raises:
-        DPConfigError: for text and classes, for a length that is no count or cannot be told, and for public records
-            that cannot be read by number.
+        DPConfigError: for text and classes, for a length that is no count or cannot be told, and for records to train
+            on that cannot be read by number.
     """
     for name in ("train_dataset", "eval_dataset", "public_dataset"):
         dataset = getattr(inputs, name)
@@ -42,35 +41,31 @@ def check_datasets(inputs: TrainerInputs) -> None:
                 "return the number of records."
             ) from error
         check_at_most(f"The length of {name}", num, MAX_UNITS, "one step draws from all of them. Take a sample.")
-    public = inputs.public_dataset
-    if public is not None and not (hasattr(public, "__len__") and hasattr(public, "__getitem__")):
+    for name in ("train_dataset", "public_dataset"):
+        if (dataset := getattr(inputs, name)) is not None:
+            check_is_no_stream(name, dataset)
+
+
+def check_is_no_stream(name: str, dataset: Any) -> None:
+    """Refuse a dataset whose records cannot be read by number."""
+    is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
+    if is_stream or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DPConfigError(
-            "`public_dataset` is a stream, and its records are drawn by number. Load it as a map-style dataset, or a "
-            "list of records."
+            f"`{name}` is a stream, and its records are read by number. Load it as a map-style dataset "
+            "(streaming=False): load_dataset('parquet', data_files=.., split='train') maps shards of any size from "
+            "the disk. Dataset.from_generator(lambda: iter(stream)) writes a stream down, once (docs/clusters.md)."
         )
 
 
 @refuses
 def check_data(inputs: TrainerInputs, training: TrainingRows) -> Iterator[Refusal]:
     """Refuse datasets that cannot be sampled, or whose evaluation would release the training data."""
-    train_dataset, data_collator = inputs.train_dataset, inputs.data_collator
-    if train_dataset is None:
+    if inputs.train_dataset is None:
         return
-    yield (
-        isinstance(train_dataset, torch.utils.data.IterableDataset) or not hasattr(train_dataset, "__len__"),
-        "The training dataset is iterable (streaming), so records cannot be sampled by index. Load it as a map-style "
-        "dataset (streaming=False): load_dataset('parquet', data_files=.., split='train') maps shards of any size "
-        "from the disk. Dataset.from_generator(lambda: iter(stream)) writes a stream down, once (docs/clusters.md).",
-    )
-    yield len(train_dataset) == 0, "The training dataset is empty. Check the file and the preprocessing."
+    yield len(inputs.train_dataset) == 0, "The training dataset is empty. Check the file and the preprocessing."
     check_evaluation(inputs.eval_dataset, training)
     yield (
-        isinstance(data_collator, DataCollatorWithFlattening),
-        "DataCollatorWithFlattening packs records into one row, so they would be clipped as one. Use "
-        "DataCollatorWithPadding.",
-    )
-    yield (
-        getattr(data_collator, "seed", None) is not None,
+        getattr(inputs.data_collator, "seed", None) is not None,
         "The collator has a seed of its own: its draws are public, and one record more shifts those of the others. "
         "Leave seed=None; masks are then drawn from a secret key.",
     )
@@ -109,8 +104,8 @@ def check_evaluation(dataset: Any, training: TrainingRows) -> None:
     if any(training.make_up(one) for one in several):
         raise DPConfigError(
             "The evaluation dataset is the training dataset, or a part or a copy of it: its metrics would be exact "
-            "values of private data. Hold out records for evaluation. Evaluate on held-out records: split before "
-            "training (dataset.train_test_split), and take out of the evaluation set what is in the training set, too."
+            "values of private data. Evaluate on held-out records: split before training "
+            "(dataset.train_test_split), and take out of the evaluation set what is in the training set, too."
         )
 
 

@@ -132,7 +132,6 @@ NOT_CALLED = {  # methods of stock training that private training replaces -> th
     "_save_rng_state": NOTHING,
     "_load_rng_state": NOTHING,
     "floating_point_ops": NOTHING,
-    "_track_num_input_tokens": NOTHING,
 }
 KNOWN = ("transformers.", "trl.")  # packages whose overrides do nothing that private training lacks
 
