@@ -129,8 +129,8 @@ def declared_unit(inputs: TrainerInputs) -> str | None:
 
 
 def _plan_run(inputs: TrainerInputs, ranks: Ranks, expected: int) -> PlannedRun:
+    complete_metrics(inputs.args, inputs.model, inputs.per_example_loss_func)
     args, declared = inputs.args, declared_unit(inputs)
-    complete_metrics(args, inputs.model, inputs.per_example_loss_func)
     config = args.privacy_config(expected)
     output_dir, num_examples, users = str(args.output_dir), len(inputs.train_dataset), None
     if config.privacy_unit == "user":
@@ -143,9 +143,8 @@ def _plan_run(inputs: TrainerInputs, ranks: Ranks, expected: int) -> PlannedRun:
             output_dir, args.private_state_dir, keeps_budget=config.target_epsilon is not None,
             num_examples=num_examples,
         )  # fmt: skip
-        with reading_plan(output_dir, is_trusted=recorded is None or recorded.delta is not None):
-            before = None if recorded is None else recorded.advised or {}
-            return recorded, ask_advisor(inputs, num_units=num_examples, batch=expected, recorded=before)
+        before = None if recorded is None else recorded.advised or {}
+        return recorded, ask_advisor(inputs, num_units=num_examples, batch=expected, recorded=before)
 
     recorded, advised = ranks.same(chosen)
     settled = advised.applied_to(args)  # args themselves change once there is a plan
@@ -156,13 +155,12 @@ def _plan_run(inputs: TrainerInputs, ranks: Ranks, expected: int) -> PlannedRun:
     check_sizes(num_examples, num_steps)
     if recorded is None:  # noise that was tuned stays
         check_length(config.noise_mechanism, num_steps, config.noise_restart_every)
-    workload = (
-        None
-        if is_independent(config.noise_mechanism)
-        else workload_of(dataclasses.replace(inputs, args=settled), num_steps)
-    )
+    workload = None
+    if not is_independent(config.noise_mechanism):
+        workload = workload_of(dataclasses.replace(inputs, args=settled), num_steps)
 
     def planned() -> PrivacyPlan:
+        earlier = earlier_runs_for(args.earlier_runs, output_dir, recorded, args.private_state_dir)
         # A run that goes on keeps the noise it began with; what was asked for now is the budget it must stay in.
         return make_plan(
             config,
@@ -172,7 +170,7 @@ def _plan_run(inputs: TrainerInputs, ranks: Ranks, expected: int) -> PlannedRun:
             recorded=recorded,
             preclip=inputs.preclip,
             advised=advised.recorded,
-            earlier=earlier_runs_for(args.earlier_runs, output_dir, recorded, args.private_state_dir),
+            earlier=earlier,
         )
 
     # tuning on other hardware may end in other digits
