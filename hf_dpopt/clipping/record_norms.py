@@ -105,8 +105,3 @@ def squared_norms(
         record = torch.stack([use.of_record(b) for use in uses]).sum(dim=0)
         squares_NB[n, b] = record.square().sum() + torch.stack([use.rounding_of(b) for use in uses]).sum()
     return dict(zip(names, squares_NB, strict=True))
-
-
-def squared_norm(contributions: list[Contribution], grams: GramCache | None = None) -> torch.Tensor:
-    """``||sum_i c_i||^2`` per record, (B,), for one parameter."""
-    return squared_norms({"": contributions}, grams)[""]

@@ -94,12 +94,6 @@ class BufferedLinearToeplitz(ToeplitzStrategy):
         """The same of B; all negative."""
         return residues(np.array(self.zeros), np.array(self.poles))
 
-    def damped(self, nu: float) -> BufferedLinearToeplitz:
-        """The same strategy with every coefficient c_t multiplied by ``(1 - nu)^t``."""
-        return BufferedLinearToeplitz(
-            tuple((1 - nu) * np.array(self.poles)), tuple((1 - nu) * np.array(self.zeros))
-        )  # fmt: skip
-
     def _make_stream(self, source: NoiseSource, backend: str, block: int, common: dict[str, Any]) -> NoiseStream:
         if backend == "auto":
             return BufferedStream(self, source, **common)

@@ -16,7 +16,6 @@ from hf_dpopt.public.public_gradients import PublicGradients
 
 # share of the private gradient after the fraction x of the schedule
 SCHEDULES: dict[str, Callable[[float], float]] = {
-    "constant": lambda x: 1.0,
     "cosine": lambda x: math.cos(math.pi / 2 * min(x, 1.0)),
     "linear": lambda x: 1.0 - min(x, 1.0),
 }
@@ -26,14 +25,13 @@ class PublicMirrorDescent(Postprocess):
     r"""``a_t g~_t + (1 - a_t) grad of the public loss``, at the current weights.
 
     The first-order form of mirror descent with the public loss as mirror map (the exact one minimises the public loss
-    in every step). ``a_t = weight * schedule(t / num_steps)``, t from 0: "constant" is 1, "cosine" ``cos(pi t / 2 K)``
-    (the paper's), "linear" ``1 - t / K``; 0 from step K on, where only public gradients are left.
+    in every step). ``a_t = schedule(t / K)``, t from 0: "cosine" is ``cos(pi t / 2 K)`` (the paper's), "linear"
+    ``1 - t / K``; 0 from step K on, where only public gradients are left.
 
     Args:
         public: gradients of public records; one batch a step.
-        schedule: "constant", "cosine" or "linear".
-        num_steps: K, steps until the last two reach 0; >= 1. The length of the run, or more.
-        weight: a_0, in (0, 1].
+        schedule: "cosine" or "linear".
+        num_steps: K, steps until it reaches 0; >= 1. The length of the run, or more.
 
     Raises:
         DPConfigError: for an unknown schedule, or values out of range.
@@ -44,16 +42,11 @@ class PublicMirrorDescent(Postprocess):
 
     name = "public_mirror_descent"
 
-    def __init__(self, public: PublicGradients, *, num_steps: int, schedule: str = "cosine", weight: float = 1.0):
+    def __init__(self, public: PublicGradients, *, num_steps: int, schedule: str = "cosine"):
         if schedule not in SCHEDULES:
             raise DPConfigError(f"schedule={schedule!r} is unknown. Use one of: {', '.join(map(repr, SCHEDULES))}.")
-        if not 0 < weight <= 1:
-            raise DPConfigError(
-                f"weight={weight} is outside (0, 1]. Use the share of the private gradient in the first step; 1.0 "
-                "begins with it alone."
-            )
         check_count("num_steps", num_steps)
-        self.public, self.num_steps, self.schedule, self.weight = public, int(num_steps), schedule, float(weight)
+        self.public, self.num_steps, self.schedule = public, int(num_steps), schedule
         self._step = 0
         self._gain = 1.0
 
@@ -64,7 +57,7 @@ class PublicMirrorDescent(Postprocess):
 
     def share(self, step: int) -> float:
         """a_t, share of the private gradient in step t (from 0)."""
-        return self.weight * SCHEDULES[self.schedule](step / self.num_steps)
+        return SCHEDULES[self.schedule](step / self.num_steps)
 
     @torch.no_grad()
     def __call__(self, released: Released, /) -> Released:
@@ -75,7 +68,7 @@ class PublicMirrorDescent(Postprocess):
 
     def parameters(self) -> dict[str, Any]:
         """Public options, for a report."""
-        own = {"name": self.name, "schedule": self.schedule, "num_steps": self.num_steps, "weight": self.weight}
+        own = {"name": self.name, "schedule": self.schedule, "num_steps": self.num_steps}
         return own | {"public": self.public.parameters()}
 
     def state_dict(self) -> dict[str, Any]:

@@ -35,7 +35,6 @@ class PublicGradients:
         collate: list of records -> batch; tensors are moved to the model's device.
         batch_size: number of records in a draw of `mean`, in [1, number of public records].
         seed: public seed of the order, >= 0.
-        physical_batch_size: records of one forward of `mean`, >= 1; None for all of a process's share.
 
     Raises:
         DPConfigError: for a draw larger than the public dataset or counts below 1; later, for a gradient that is not
@@ -51,15 +50,12 @@ class PublicGradients:
         *,
         batch_size: int,
         seed: int = 0,
-        physical_batch_size: int | None = None,
     ):
         check_count("batch_size", batch_size)
-        if physical_batch_size is not None:
-            check_count("physical_batch_size", physical_batch_size)
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise DPConfigError(f"seed={seed!r} orders nothing. Use an integer >= 0; it is public.")
         self.model, self.losses, self.records, self.collate = model, losses, records, collate
-        self.batch_size, self.seed, self.physical_batch_size = batch_size, seed, physical_batch_size
+        self.batch_size, self.seed = batch_size, seed
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._key = derive_key(bytes(32), "public gradients", str(seed))
         self._position = 0  # records served or skipped since the first epoch began
@@ -78,9 +74,8 @@ class PublicGradients:
         """Compute the mean gradient of the next `batch_size` records; name -> float32 or wider, in its shape."""
         total = {name: _zeros(p, p.shape) for name, p in self._parameters.items()}
         with self._next(self.batch_size) as rows:
-            size = self.physical_batch_size or len(rows) or 1
-            for first in range(0, len(rows), size):
-                for name, grad in self._gradient([i for _, i in rows[first : first + size]]).items():
+            if rows:
+                for name, grad in self._gradient([i for _, i in rows]).items():
                     total[name].add_(grad)
         collectives.sum_over_ranks(total)
         torch._foreach_div_(list(total.values()), self.batch_size)

@@ -10,9 +10,14 @@ import torch
 from hf_dpopt.clipping.clipped_sum import ClippedSum
 from hf_dpopt.clipping.contributions import Dense, Outer, Rows, Transposed
 from hf_dpopt.clipping.products import BLOCK, GramCache
-from hf_dpopt.clipping.record_norms import squared_norm
+from hf_dpopt.clipping.record_norms import squared_norms
 
 B, T, P, Q = 4, 6, 5, 3
+
+
+def squared_norm(contributions, grams=None) -> torch.Tensor:
+    """``||sum_i c_i||^2`` per record, (B,), for one parameter."""
+    return squared_norms({"": contributions}, grams)[""]
 
 
 def _materialise(c) -> torch.Tensor:  # (B, P, Q), by the definition of each form

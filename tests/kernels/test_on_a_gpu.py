@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from hf_dpopt import clipped_gradient_sum
 from hf_dpopt.clipping import kernels, products
 from hf_dpopt.clipping.contributions import Outer
-from hf_dpopt.clipping.record_norms import squared_norm
+from hf_dpopt.clipping.record_norms import squared_norms
 from hf_dpopt.noise import independent_noise
 from hf_dpopt.randomness import on_device
 from hf_dpopt.randomness.blocks import COUNTER, NORMALS
@@ -95,7 +95,7 @@ def test_kernels_and_products_agree(monkeypatch):
     want = torch.einsum("b,bpq->pq", factors.double(), exact)
     for takes in (True, False):
         monkeypatch.setattr(kernels, "takes", lambda *tensors, takes=takes, **more: takes)
-        norms = squared_norm([Outer(left, right)]).double()
+        norms = squared_norms({"w": [Outer(left, right)]})["w"].double()
         torch.testing.assert_close(norms, exact.square().sum(dim=(1, 2)), rtol=1e-4, atol=0)
         total = torch.empty(96, 160, device="cuda")
         products.add_weighted_sum_(total, left, right, factors, beta=0)

@@ -86,7 +86,7 @@ def test_flags_of_the_command_line_take_the_words_of_the_option(command, num):
         ("clipping", list(CLIPPINGS)),
         ("clipping_engine", ["auto", *ENGINES]),
         ("adjacency", ["auto", *get_args(Adjacency)]),
-        ("public_mirror_descent", sorted(SCHEDULES.keys() - {"constant"})),
+        ("public_mirror_descent", sorted(SCHEDULES)),
     ],
 )
 def test_listed_choices_are_those_of_the_registry(name, registered):

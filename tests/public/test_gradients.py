@@ -63,10 +63,9 @@ def _watched(model, **options) -> tuple[PublicGradients, _Seen]:
     return public, seen
 
 
-@pytest.mark.parametrize("physical", [None, 1, 3])
-def test_mean_and_rows_are_those_of_a_loop(physical):
+def test_mean_and_rows_are_those_of_a_loop():
     model = tiny.model(dropout=0.5).double().train()
-    public, seen = _watched(model, physical_batch_size=physical)
+    public, seen = _watched(model)
     got, rows = public.mean(), public.per_record(3)
     assert len(seen.asked) == 7
     want = _slow(model, [seen.records[i] for i in seen.asked])

@@ -95,7 +95,6 @@ def test_relatives():
     root = NuDPFTRL(0.0).strategy_coefs(50)
     np.testing.assert_allclose(np.convolve(root, root)[:50], np.ones(50))  # the square root of the prefix sums
     blt = ALL["blt"]
-    np.testing.assert_allclose(blt.damped(0.1).strategy_coefs(20), blt.strategy_coefs(20) * 0.9 ** np.arange(20))
     assert (blt.output_scale > 0).all() and (blt.noising_scale < 0).all()
 
 
