@@ -39,9 +39,6 @@ class Diagonal:
     def divide_(self, total: torch.Tensor) -> None:
         total.mul_(self.inverse.to(total.dtype))
 
-    def multiply_(self, total: torch.Tensor) -> None:
-        total.div_(self.inverse.to(total.dtype))
-
 
 @dataclasses.dataclass(frozen=True)
 class Factored:
@@ -75,9 +72,6 @@ class Factored:
         inverse_P = self.inverse_P[first : first + num].to(total.dtype)
         matrix_PQ = local_of(total).view(num, self.inverse_Q.numel())
         matrix_PQ.mul_(inverse_P.unsqueeze(1)).mul_(self.inverse_Q.to(total.dtype))
-
-    def multiply_(self, total: torch.Tensor) -> None:
-        Factored(1 / self.inverse_P, 1 / self.inverse_Q).divide_(total)
 
 
 @dataclasses.dataclass(frozen=True)

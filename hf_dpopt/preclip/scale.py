@@ -43,14 +43,13 @@ class Dividing(Preclip):
         """Factor of a divided release, for the C of the clipping rule."""
         return self.learning_rate_ratio * (self.clipping_norm or clipping_norm) / clipping_norm
 
-    def step(self, parts: Parts, clipping_norm: float, *, unscale: bool = False) -> ScaledStep:
+    def step(self, parts: Parts, clipping_norm: float) -> ScaledStep:
         """A step that divides; arguments as for `ScaledStep`."""
         return ScaledStep(
             parts,
             clipping_norm=clipping_norm,
             own_clipping_norm=self.clipping_norm,
             learning_rate_ratio=self.learning_rate_ratio,
-            unscale=unscale,
         )
 
 
@@ -65,7 +64,9 @@ class ScaledStep:
         clipping_norm: C of the clipping rule.
         own_clipping_norm: C' of this kind of step, in units of g / D.
         learning_rate_ratio: step size relative to the optimizer's.
-        unscale: multiply the release by D again, so that its mean is that of g.
+
+    Attributes:
+        gain: factor of the release.
     """
 
     def __init__(
@@ -75,22 +76,14 @@ class ScaledStep:
         clipping_norm: float,
         own_clipping_norm: float | None = None,
         learning_rate_ratio: float = 1.0,
-        unscale: bool = False,
     ):
         check_clipping_ratio(own_clipping_norm or clipping_norm, clipping_norm)
         ratio = 1.0 if own_clipping_norm is None else own_clipping_norm / clipping_norm
         self.scale = Scale(parts, 1 / ratio) if parts or ratio != 1.0 else None
-        self._factor, self._unscale = ratio * learning_rate_ratio, unscale
-
-    @property
-    def gain(self) -> float | None:
-        return None if self._unscale else self._factor
+        self.gain = ratio * learning_rate_ratio
 
     def receive(self, released: Released) -> Released:
-        if self._unscale and self.scale is not None:
-            for name, part in self.scale.parts.items():
-                part.multiply_(released[name])
-        return multiply_(released, self._factor)
+        return multiply_(released, self.gain)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,19 +97,13 @@ class ScaleThenPrivatize(Dividing):
         scale: parameter name -> D, in the parameter's shape or as a pair (rows, columns) of D = rows columns^T; finite
             and > 0. Parameters left out are not divided.
         clipping_norm, learning_rate_ratio: those of `Dividing`.
-        unscale: multiply the release by D again: noise shaped by D, gradients in their own units.
 
     Raises:
         DPConfigError: at `start`, for a scale that does not fit the parameters.
     """
 
     scale: Mapping[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
-    unscale: bool = False
     name: ClassVar[str] = "scale"
-
-    @property
-    def keeps_one_noise_level(self) -> bool:
-        return not self.unscale
 
     def sensitivity_ratio(self, noise_stddev: float, expected_batch_size: int) -> float:
         return 1.0
@@ -132,7 +119,6 @@ class ScaleThenPrivatize(Dividing):
             "scale_digest": digest.hexdigest(),
             "clipping_norm": self.clipping_norm,
             "learning_rate_ratio": self.learning_rate_ratio,
-            "unscale": self.unscale,
         }
 
     def inverse(self, parameters: Mapping[str, torch.Tensor]) -> Parts:
@@ -160,7 +146,7 @@ class FixedScale(Preconditioning):
 
     def __init__(self, spec: ScaleThenPrivatize, parameters: Mapping[str, torch.Tensor], *of_run: Any):
         super().__init__(spec, parameters, *of_run)
-        self._step = spec.step(spec.inverse(parameters), self._clipping_norm, unscale=spec.unscale)
+        self._step = spec.step(spec.inverse(parameters), self._clipping_norm)
 
     @property
     def gain(self) -> float | None:

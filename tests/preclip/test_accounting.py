@@ -198,7 +198,7 @@ SPECS = {
         scale={"weight": torch.tensor([[1e-3], [1.0], [1e3]]).expand(3, 6)}, clipping_norm=2.0
     ),
     "fixed factored": ScaleThenPrivatize(
-        scale={"weight": (torch.tensor([1e-3, 1.0, 1e3]), torch.linspace(0.1, 9, 6))}, unscale=True
+        scale={"weight": (torch.tensor([1e-3, 1.0, 1e3]), torch.linspace(0.1, 9, 6))}
     ),
 }
 
