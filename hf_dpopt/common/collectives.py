@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -28,79 +27,33 @@ def rank() -> int:
     return dist.get_rank() if world_size() > 1 else 0
 
 
-class Ranks(abc.ABC):
-    """The processes of a run, and which of them this one is.
+class Ranks:
+    """The processes of a run, and which of them this one is; each has all of the model, or its shards of it.
 
     Args:
         size: processes.
         rank: number of this one, 0-based.
     """
 
-    def __init__(self, size: int, rank: int):
+    def __init__(self, size: int = 1, rank: int = 0):
         self.size, self.rank = size, rank
 
-    @abc.abstractmethod
     def sum(self, sums: ClippedSums) -> JointSums:
         """Add up every tensor over all ranks, in place, in float32; return the same dict.
 
         The sequence of collectives depends on the shapes alone, never on the data: a rank whose share of the logical
         batch is empty takes part with zeros. Sharded tensors were added up when they were cut, and stay as they are.
         """
+        sum_over_ranks(sums)
+        return JointSums(sums)
 
-    @abc.abstractmethod
     def same(self, compute: Callable[[], T]) -> T:
         """Compute on rank 0 and give the result to every rank; an error there stops every rank, with the same message.
 
         It travels in memory only, so secrets may pass.
         """
-
-    @abc.abstractmethod
-    def every(self, compute: Callable[[], T]) -> list[T]:
-        """Compute on every rank and give all results, in the order of ranks, to every rank.
-
-        An error on one rank stops every rank, with the message of the first that has one: for what each has to see
-        with its own eyes, such as the disk of its machine.
-        """
-
-    @abc.abstractmethod
-    def largest(self, value: int) -> int:
-        """The largest value of all ranks, on every rank; it costs one small collective."""
-
-    @abc.abstractmethod
-    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of all ranks, in their order, of one shape and dtype, contiguous, on this one's device."""
-
-
-class Single(Ranks):
-    """One process."""
-
-    def __init__(self) -> None:
-        super().__init__(1, 0)
-
-    def sum(self, sums: ClippedSums) -> JointSums:
-        return JointSums(sums)
-
-    def same(self, compute: Callable[[], T]) -> T:
-        return compute()
-
-    def every(self, compute: Callable[[], T]) -> list[T]:
-        return [compute()]
-
-    def largest(self, value: int) -> int:
-        return value
-
-    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        return [values]
-
-
-class DataParallel(Ranks):
-    """Several processes, each with all of the model."""
-
-    def sum(self, sums: ClippedSums) -> JointSums:
-        sum_over_ranks(sums)
-        return JointSums(sums)
-
-    def same(self, compute: Callable[[], T]) -> T:
+        if self.size == 1:
+            return compute()
         box: list[Any] = [_or_error(compute) if self.rank == 0 else None]
         dist.broadcast_object_list(box, src=0)
         if isinstance(box[0], Exception):
@@ -108,6 +61,13 @@ class DataParallel(Ranks):
         return box[0]
 
     def every(self, compute: Callable[[], T]) -> list[T]:
+        """Compute on every rank and give all results, in the order of ranks, to every rank.
+
+        An error on one rank stops every rank, with the message of the first that has one: for what each has to see
+        with its own eyes, such as the disk of its machine.
+        """
+        if self.size == 1:
+            return [compute()]
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, _or_error(compute))
         if error := next((one for one in found if isinstance(one, Exception)), None):
@@ -115,12 +75,18 @@ class DataParallel(Ranks):
         return found
 
     def largest(self, value: int) -> int:
+        """The largest value of all ranks, on every rank; it costs one small collective."""
+        if self.size == 1:
+            return value
         device = _device_of_collectives() if dist.get_backend() == "nccl" else "cpu"
         agreed = torch.tensor(value, device=device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         return int(agreed.item())
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all ranks, in their order, of one shape and dtype, contiguous, on this one's device."""
+        if self.size == 1:
+            return [values]
         device = _device_of_collectives() if dist.get_backend() == "nccl" else values.device
         sent = values.to(device)
         everyone = [torch.empty_like(sent) for _ in range(self.size)]
@@ -142,7 +108,7 @@ def _or_error(compute: Callable[[], Any]) -> Any:
 
 def current_ranks() -> Ranks:
     """The processes there are now."""
-    return DataParallel(world_size(), rank()) if world_size() > 1 else Single()
+    return Ranks(world_size(), rank())
 
 
 def sum_over_ranks(gradients: Gradients) -> None:

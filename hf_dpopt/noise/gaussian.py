@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from hf_dpopt.common.collectives import Ranks, Single
+from hf_dpopt.common.collectives import Ranks
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.reduction import Layout
 from hf_dpopt.noise.registry import INDEPENDENT, Setting, register
@@ -64,7 +64,7 @@ class IndependentStream(NoiseStream):
         self._source = source
         self._last_step = -1
         self._device = torch.device("cpu")
-        self._ranks: Ranks = Single()
+        self._ranks = Ranks()
         self._layout: Layout | None = None
 
     def add_(self, sums: dict[str, torch.Tensor], step: int) -> None:

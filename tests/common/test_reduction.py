@@ -17,7 +17,7 @@ from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.clipping.thresholds import FlatClipping
 from hf_dpopt.common import collectives
-from hf_dpopt.common.collectives import Single, current_ranks
+from hf_dpopt.common.collectives import Ranks, current_ranks
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.reduction import Layout, Reduction, piece_of
 from hf_dpopt.noise import independent_noise
@@ -219,7 +219,7 @@ def test_buckets_and_pieces_cover_every_element_once(monkeypatch, sizes, ranks):
 
 
 def test_sums_of_other_tensors_are_refused():
-    reduction = Reduction(Single(), Layout.of(["a"], {"a": 3}))
+    reduction = Reduction(Ranks(), Layout.of(["a"], {"a": 3}))
     with pytest.raises(DPConfigError, match="other tensors"):
         reduction.finish({"b": torch.zeros(3)})  # type: ignore[arg-type]
 

@@ -16,7 +16,7 @@ from accelerate.data_loader import skip_first_batches
 from torch.utils.data import DataLoader
 
 from hf_dpopt import PrivacyConfig, PrivateRun, make_plan
-from hf_dpopt.common.collectives import DataParallel
+from hf_dpopt.common.collectives import Ranks
 from hf_dpopt.run.batches import (
     LogicalBatch,
     LogicalBatchSampler,
@@ -181,7 +181,7 @@ def test_shares_of_the_ranks_are_a_partition(sampling, world_size, make_run):
     run = make_run(sampling)
     shares = []
     for rank in range(world_size):
-        run.ranks = DataParallel(world_size, rank)
+        run.ranks = Ranks(world_size, rank)
         shares.append(served(loader(run, records())))
     want = drawn(run, range(1, 8))
     assert all(share.keys() == want.keys() for share in shares)
