@@ -44,7 +44,6 @@ class Stage:
     optimizer: str = "adamw"
     filter: str | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    storage: torch.dtype | None = None
 
 
 FULL, FACTORED = DelayedPreconditioner(delay=1), DelayedPreconditioner(delay=1, factored=True)
@@ -62,7 +61,6 @@ STAGES: dict[str, Stage] = {
     "SGD": Stage(optimizer="sgd"),
     "SGD, first-order filter": Stage(optimizer="sgd", filter="first_order_v1"),
     "SGD, second-order filter": Stage(optimizer="sgd", filter="second_order"),
-    "SGD, second-order filter in bf16": Stage(optimizer="sgd", filter="second_order", storage=torch.bfloat16),
     "SGD, adaptive FIR of 8": Stage(optimizer="sgd", filter="adaptive:8"),
     "dp_adamw, second-order filter": Stage(optimizer="dp_adamw", filter="second_order"),
     "dp_adam_bc, Butterworth of order 4": Stage(optimizer="dp_adam_bc", filter="butterworth:4:0.2"),
@@ -94,7 +92,7 @@ class Running:
     def __init__(self, case: Case, stage: Stage):
         self.case = case
         parameters = list(case.engine.parameters.values())
-        inner = LowPassFilter.parse(stage.filter, noise=NOISE, dtype=stage.storage) if stage.filter else None
+        inner = LowPassFilter.parse(stage.filter, noise=NOISE) if stage.filter else None
         self.chain = [inner] if inner is not None and stage.optimizer == "sgd" else []
         match stage.optimizer:
             case "adamw":

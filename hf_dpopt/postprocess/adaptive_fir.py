@@ -45,7 +45,6 @@ class AdaptiveFIR(BufferedFilter):
         taps: gradients that are kept and weighted, the present one included; >= 2.
         noise: noise level of the released gradient; asked once per step, and replaceable until the first.
         refresh_every: steps between two estimates; the first is made when `taps` steps can be compared.
-        dtype: type they are kept in; see `BufferedFilter`.
         as_printed: the paper's estimate, nothing subtracted at any lag, and no check of the weights: they may be
             negative, and may raise the noise of a step or turn the gradient around.
 
@@ -68,7 +67,6 @@ class AdaptiveFIR(BufferedFilter):
         noise: NoiseLevel,
         *,
         refresh_every: int = 10,
-        dtype: torch.dtype | None = None,
         as_printed: bool = False,
     ):
         check_count("taps", taps, "an integer >= 2: the gradients that are averaged")
@@ -78,7 +76,7 @@ class AdaptiveFIR(BufferedFilter):
             raise DPConfigError(
                 f"taps={taps} leaves the gradient as it is. Use 2 or more, 8 for instance, or no filter."
             )
-        super().__init__(dtype)  # of its buffers, the newest is the first
+        super().__init__()  # of its buffers, the newest is the first
         self.taps, self.noise, self.refresh_every = taps, noise, refresh_every
         self.as_printed = bool(as_printed)
         self.b: tuple[float, ...] = (1.0,) + (0.0,) * (taps - 1)
@@ -87,8 +85,7 @@ class AdaptiveFIR(BufferedFilter):
         self._counts = [0] * taps
 
     def parameters(self) -> dict[str, Any]:
-        own = {"taps": self.taps, "refresh_every": self.refresh_every, "as_printed": self.as_printed}
-        return own | super().parameters()
+        return {"taps": self.taps, "refresh_every": self.refresh_every, "as_printed": self.as_printed}
 
     def set_noise(self, level: NoiseLevel) -> None:
         self.noise = level
@@ -114,7 +111,7 @@ class AdaptiveFIR(BufferedFilter):
             newest = kept.pop()
             torch._foreach_copy_(newest, g)
         else:
-            newest = [x.to(self.dtype or x.dtype, copy=True) for x in g]
+            newest = [x.clone() for x in g]
         self._buffers = [newest, *kept]
 
     def _compare(self, g: list[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Filters that keep buffers of the size of the parameters: their dtype, their shapes, their copies in checkpoints."""
+"""Filters that keep buffers of the size of the parameters: their shapes, their copies in checkpoints."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import torch
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.types import Gradients
 from hf_dpopt.postprocess.maps import Filter
-
-STORAGE: dict[str | None, torch.dtype | None] = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def arithmetic(g: torch.Tensor) -> torch.dtype:
@@ -29,17 +27,10 @@ class BufferedFilter(Filter):
     """A filter of the same parameters in every step, with buffers of their size.
 
     Its state is made of released values, so it may be stored and published.
-
-    Args:
-        dtype: type of the buffers: None (that of the arithmetic), ``torch.float32`` or ``torch.bfloat16``.
     """
 
-    def __init__(self, dtype: torch.dtype | None):
-        if dtype not in STORAGE.values():
-            raise DPConfigError(
-                f"dtype={dtype} cannot hold a filter's buffers. Use None, torch.float32 or torch.bfloat16."
-            )
-        self.dtype, self.num_steps = dtype, 0
+    def __init__(self) -> None:
+        self.num_steps = 0
         self._shapes: dict[str, list[int]] | None = None
         self._buffers: list[list[torch.Tensor]] = []  # buffer, tensor
 
@@ -77,10 +68,6 @@ class BufferedFilter(Filter):
                 "step, or start a new filter."
             )
         return before
-
-    def parameters(self) -> dict[str, Any]:
-        """Description of the filter, as JSON can hold it."""
-        return {"dtype": next(name for name, dtype in STORAGE.items() if dtype == self.dtype)}
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state, in the host's memory."""

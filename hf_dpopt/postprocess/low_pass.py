@@ -39,7 +39,6 @@ MAX_ORDER = 20  # beyond, the polynomials of a design are noise in float64
 SMALLEST_RIPPLE, LARGEST_RIPPLE = 1e-6, 100.0  # in decibels
 MAX_TEXT = 4000  # characters of coefficients
 ADAPTIVE = ("adaptive", "adaptive_as_printed")
-CHUNK = 2**22  # coordinates worked on at a time: so much of what is stored as bfloat16 is there as float32
 
 
 class LowPassFilter(BufferedFilter):
@@ -56,7 +55,6 @@ class LowPassFilter(BufferedFilter):
     Args:
         b: weights of the gradients, the newest first.
         a: weights of the earlier outputs, without the leading 1: momentum is ``b=[0.1], a=[-0.9]``.
-        dtype: type of the buffers; see `BufferedFilter`.
 
     Raises:
         DPConfigError: if a pole is not strictly inside the unit circle, if the gain at frequency 0 is not 1
@@ -67,14 +65,8 @@ class LowPassFilter(BufferedFilter):
         Zhang et al. (2024), arXiv:2408.13460, Alg. 1.
     """
 
-    def __init__(
-        self,
-        *,
-        b: Sequence[float],
-        a: Sequence[float] = (),
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__(dtype)
+    def __init__(self, *, b: Sequence[float], a: Sequence[float] = ()):
+        super().__init__()
         self._recursion = Recursion(b, a)
         self.b, self.a = self._recursion.b, self._recursion.a
         check_start_up(self.b, self.a)
@@ -88,21 +80,21 @@ class LowPassFilter(BufferedFilter):
     # --- which filter ------------------------------------------------------------------------------------------------
 
     @classmethod
-    def preset(cls, name: str, *, dtype: torch.dtype | None = None) -> LowPassFilter:
+    def preset(cls, name: str) -> LowPassFilter:
         """A filter of the paper, by its name in `PRESETS`."""
         if name not in PRESETS:
             raise DPConfigError(f"{name!r} is no preset. Use one of: {', '.join(PRESETS)}.")
         b, a = PRESETS[name]
-        return cls(b=b, a=a, dtype=dtype)
+        return cls(b=b, a=a)
 
     @classmethod
-    def butterworth(cls, order: int, cutoff: float, **options: Any) -> LowPassFilter:
+    def butterworth(cls, order: int, cutoff: float) -> LowPassFilter:
         """Maximally flat; gain ``1/sqrt(2)`` at `cutoff`, a fraction of the Nyquist frequency (1/2 per step)."""
         _check_design(order, cutoff)
-        return cls._from_polynomials(*scipy.signal.butter(order, cutoff), **options)
+        return cls._from_polynomials(*scipy.signal.butter(order, cutoff))
 
     @classmethod
-    def chebyshev(cls, order: int, cutoff: float, ripple: float, **options: Any) -> LowPassFilter:
+    def chebyshev(cls, order: int, cutoff: float, ripple: float) -> LowPassFilter:
         """Type I: steeper, with `ripple` dB between the largest and the least gain up to `cutoff`.
 
         Rescaled to gain 1 at frequency 0, where one of even order has its least.
@@ -113,16 +105,14 @@ class LowPassFilter(BufferedFilter):
                 f"ripple={shown(ripple)} is no ripple. Use a number of decibels > 0, from {SMALLEST_RIPPLE:g} to "
                 f"{LARGEST_RIPPLE:g}; 0.5 is usual."
             )
-        return cls._from_polynomials(*scipy.signal.cheby1(order, ripple, cutoff), **options)
+        return cls._from_polynomials(*scipy.signal.cheby1(order, ripple, cutoff))
 
     @classmethod
-    def _from_polynomials(cls, b: np.ndarray, a: np.ndarray, **options: Any) -> LowPassFilter:
-        return cls(b=(b * (a.sum() / b.sum())).tolist(), a=a[1:].tolist(), **options)
+    def _from_polynomials(cls, b: np.ndarray, a: np.ndarray) -> LowPassFilter:
+        return cls(b=(b * (a.sum() / b.sum())).tolist(), a=a[1:].tolist())
 
     @staticmethod
-    def parse(
-        text: str, noise: NoiseLevel | None = None, *, dtype: torch.dtype | None = None
-    ) -> LowPassFilter | AdaptiveFIR:
+    def parse(text: str, noise: NoiseLevel | None = None) -> LowPassFilter | AdaptiveFIR:
         """The filter that a command line names.
 
         Args:
@@ -131,7 +121,6 @@ class LowPassFilter(BufferedFilter):
                 (the steps between two estimates may be left out: 10), or ``adaptive_as_printed:TAPS:EVERY``, the
                 same without the check of the weights (`AdaptiveFIR`).
             noise: noise level of the released gradient; an adaptive filter needs it.
-            dtype: type of the buffers.
 
         Raises:
             DPConfigError: if `text` is none of these.
@@ -139,7 +128,7 @@ class LowPassFilter(BufferedFilter):
         text = text.strip()
         name, *values = text.split(":") if len(text) <= MAX_TEXT else [""]
         if text in PRESETS:
-            return LowPassFilter.preset(text, dtype=dtype)
+            return LowPassFilter.preset(text)
         try:
             if name in ADAPTIVE and len(values) == 1:
                 values.append("10")
@@ -156,42 +145,34 @@ class LowPassFilter(BufferedFilter):
                 "or your own coefficients, 'b=0.1;a=-0.9', with a without its leading 1."
             ) from None
         if name == "butterworth":
-            return LowPassFilter.butterworth(*numbers, dtype=dtype)
+            return LowPassFilter.butterworth(*numbers)
         if name == "chebyshev":
-            return LowPassFilter.chebyshev(*numbers, dtype=dtype)
+            return LowPassFilter.chebyshev(*numbers)
         if name not in ADAPTIVE:
-            return LowPassFilter(b=b, a=a, dtype=dtype)
+            return LowPassFilter(b=b, a=a)
         if noise is None:
             raise DPConfigError(
                 f"{text!r} needs the noise level of the released gradient: parse(text, noise=...). Without one, use a "
                 "filter with fixed coefficients."
             )
         as_printed = name == "adaptive_as_printed"
-        return AdaptiveFIR(numbers[0], noise, refresh_every=numbers[1], dtype=dtype, as_printed=as_printed)
+        return AdaptiveFIR(numbers[0], noise, refresh_every=numbers[1], as_printed=as_printed)
 
     def parameters(self) -> dict[str, Any]:
-        return {"b": list(self.b), "a": list(self.a), **super().parameters()}
+        return {"b": list(self.b), "a": list(self.a)}
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def _filtered(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        g = [x.to(arithmetic(x)) for x in grads]
         if not self._buffers:
-            given = [(g, self.dtype or arithmetic(g)) for g in grads]
-            self._buffers = [[torch.zeros_like(g, dtype=dtype) for g, dtype in given] for _ in range(self.num_buffers)]
-        outputs: list[torch.Tensor] = []
+            self._buffers = [[torch.zeros_like(x) for x in g] for _ in range(self.num_buffers)]
+        self._buffers = [[s.to(x.device) for s, x in zip(row, g, strict=True)] for row in self._buffers]
         c_t = float(self._recursion.advance([torch.ones((), dtype=torch.float64)], self._ones)[0])
-        for part in _chunks([g.numel() for g in grads]):
-            g = [x.to(arithmetic(x)) for x in grads[part]]
-            x = [
-                [s.to(like.device, like.dtype) for s, like in zip(row[part], g, strict=True)] for row in self._buffers
-            ]
-            m = self._recursion.advance(g, x)
-            for row, new in zip(self._buffers, x, strict=True):
-                row[part] = [s.to(self.dtype or s.dtype) for s in new]
-            if abs(c_t - 1) > 1e-12:  # dividing by what float32 rounds to 1 changes nothing
-                torch._foreach_div_(m, c_t)
-            outputs += [y.to(like.dtype) for y, like in zip(m, grads[part], strict=True)]
-        return outputs
+        m = self._recursion.advance(g, self._buffers)
+        if abs(c_t - 1) > 1e-12:  # dividing by what float32 rounds to 1 changes nothing
+            torch._foreach_div_(m, c_t)
+        return m
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"ones": [float(row[0]) for row in self._ones]}
@@ -199,17 +180,6 @@ class LowPassFilter(BufferedFilter):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._ones = [[torch.tensor(value, dtype=torch.float64)] for value in state["ones"]]
-
-
-def _chunks(sizes: Sequence[int]) -> list[slice]:
-    """Consecutive tensors of at most `CHUNK` coordinates together, or a single larger one."""
-    parts, start, total = [], 0, 0
-    for i, size in enumerate(sizes):
-        if i > start and total + size > CHUNK:
-            parts.append(slice(start, i))
-            start, total = i, 0
-        total += size
-    return [*parts, slice(start, len(sizes))] if sizes else []
 
 
 def _coefficients(text: str) -> tuple[list[float], list[float]]:

@@ -12,7 +12,6 @@ import torch
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.postprocess import IndependentNoise
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
-from hf_dpopt.postprocess.buffers import STORAGE
 from hf_dpopt.postprocess.recursion import start_up_gain
 from tests.contract import postprocess as contract
 from tests.reference.low_pass import adaptive_fir, adaptive_fir_as_printed, is_usable
@@ -87,17 +86,6 @@ def test_equals_the_slow_reference(make, memory, taps, refresh_every, dtype, tol
     np.testing.assert_allclose(outputs.numpy(), wanted, atol=tolerance)
     if memory == 0.99:
         assert not np.allclose(wanted_weights[-1], np.eye(taps)[0]), "it never adapted: the test compares nothing"
-
-
-def test_bfloat16_keeps_the_gradients_and_nothing_else_coarse():
-    covariance = independent(40, 0.7)
-    recorded = recordings(covariance, 4000, 0.99).float()
-    low_pass = AdaptiveFIR(5, NoiseOf(covariance), refresh_every=10, dtype=torch.bfloat16)
-    outputs, weights = run(low_pass, recorded)
-    wanted, wanted_weights = adaptive_fir(recorded.double().numpy(), covariance, 5, 10)
-    np.testing.assert_allclose(weights, wanted_weights, atol=2e-2)
-    assert np.linalg.norm(outputs.numpy() - wanted) < 2e-2 * np.linalg.norm(wanted)
-    assert {x.dtype for kept in low_pass.state_dict()["buffers"].values() for x in kept} == {torch.bfloat16}
 
 
 def test_a_gradient_that_stays_is_averaged_whatever_the_noise():
@@ -180,10 +168,10 @@ def test_no_step_gets_louder_noise():
 def test_parameters_and_states():
     noise = IndependentNoise(0.1)
     for options in ({}, {"as_printed": True}):
-        low_pass = AdaptiveFIR(5, noise, refresh_every=9, dtype=torch.bfloat16, **options)
+        low_pass = AdaptiveFIR(5, noise, refresh_every=9, **options)
         parameters = json.loads(json.dumps(low_pass.parameters()))
-        again = AdaptiveFIR(noise=noise, **{**parameters, "dtype": STORAGE[parameters["dtype"]]})
-        assert again.parameters() == low_pass.parameters() and again.dtype == torch.bfloat16 and again.noise is noise
+        again = AdaptiveFIR(noise=noise, **parameters)
+        assert again.parameters() == low_pass.parameters() and again.noise is noise
         assert again.as_printed == ("as_printed" in options)
     with pytest.raises(DPConfigError, match="taps=5.*taps=6.*Continue with the filter"):
         AdaptiveFIR(6, noise, refresh_every=9).load_state_dict(low_pass.state_dict())
@@ -194,7 +182,6 @@ def test_parameters_and_states():
     ({"taps": 1}, "Use 2 or more"),
     ({"taps": 2.5}, "an integer >= 2"),
     ({"taps": 4, "refresh_every": 0}, "refresh_every=0"),
-    ({"taps": 4, "dtype": torch.float16}, "Use None, torch.float32 or torch.bfloat16"),
 ])  # fmt: skip
 def test_refusals(options, message):
     with pytest.raises(DPConfigError, match=message):

@@ -13,9 +13,7 @@ import torch
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.postprocess import IndependentNoise
-from hf_dpopt.postprocess import low_pass as module
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
-from hf_dpopt.postprocess.buffers import STORAGE
 from hf_dpopt.postprocess.low_pass import PRESETS, LowPassFilter
 from hf_dpopt.postprocess.recursion import start_up_gain
 from tests.contract import postprocess as contract
@@ -76,8 +74,7 @@ def relative_error(actual: torch.Tensor, wanted: np.ndarray) -> float:
 
 
 def fresh(low_pass: LowPassFilter, **changes) -> LowPassFilter:
-    parameters = json.loads(json.dumps(low_pass.parameters())) | changes
-    return LowPassFilter(**{**parameters, "dtype": STORAGE[parameters["dtype"]]})
+    return LowPassFilter(**json.loads(json.dumps(low_pass.parameters())) | changes)
 
 
 # --- the recursion ---------------------------------------------------------------------------------------------------
@@ -112,11 +109,9 @@ def test_random_stable_filters_equal_lfilter():
         tested += 1
 
 
-def test_coordinates_do_not_depend_on_chunks_order_or_grouping(monkeypatch):
+def test_coordinates_do_not_depend_on_order_or_grouping():
     recorded, low_pass = recordings(20, dtype=torch.float32), FILTERS["second_order"]
     whole = run(fresh(low_pass), recorded)
-    monkeypatch.setattr(module, "CHUNK", 8)
-    assert torch.equal(run(fresh(low_pass), recorded), whole)
     one = fresh(low_pass)
     assert torch.equal(torch.stack([one({"w": g})["w"] for g in recorded]), whole)
     swapped = fresh(low_pass)
@@ -133,18 +128,6 @@ def test_bfloat16_gradients_are_filtered_in_float32():
     assert actual.dtype == torch.bfloat16
     assert torch.equal(actual, run(fresh(FILTERS["second_order"]), recorded.float()).bfloat16())
     assert {s.dtype for buffers in low_pass.state_dict()["buffers"].values() for s in buffers} == {torch.float32}
-
-
-@pytest.mark.parametrize("name", [*PRESETS, "butterworth:4:0.2", "chebyshev:4:0.05"])
-def test_bfloat16_buffers_cost_a_few_percent(name):
-    """The plain form of the last one, in bfloat16, grows without bound."""
-    recorded = recordings(300, dtype=torch.float32)
-    low_pass = LowPassFilter(b=FILTERS[name].b, a=FILTERS[name].a, dtype=torch.bfloat16)
-    actual, wanted = run(low_pass, recorded).numpy(), expected(low_pass.b, low_pass.a, recorded)
-    assert np.linalg.norm(actual - wanted) < 0.04 * np.linalg.norm(wanted)
-    buffers = [s for kept in low_pass.state_dict()["buffers"].values() for s in kept]
-    assert len(buffers) == 3 * low_pass.num_buffers
-    assert {s.dtype for s in buffers} <= {torch.bfloat16}
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -181,21 +164,16 @@ def test_designs_keep_their_specification(order):
 
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", ["none", "momentum", "second_order", "f5", "chebyshev:3:0.2", "mean of 7"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_keeps_the_contract_of_filters(check, name, dtype):
-    check(lambda: LowPassFilter(b=FILTERS[name].b, a=FILTERS[name].a, dtype=dtype))
+def test_keeps_the_contract_of_filters(check, name):
+    check(lambda: LowPassFilter(b=FILTERS[name].b, a=FILTERS[name].a))
 
 
 def test_the_state_of_another_filter_is_refused():
     low_pass = LowPassFilter.preset("momentum")
     low_pass({"w": torch.ones(3)})
     state = low_pass.state_dict()
-    for other in (
-        LowPassFilter(b=[0.2], a=[-0.8]),
-        LowPassFilter.preset("momentum", dtype=torch.bfloat16),
-    ):
-        with pytest.raises(DPConfigError, match=r"b=\[0.1\], a=\[-0.9\].*Continue with the filter"):
-            other.load_state_dict(state)
+    with pytest.raises(DPConfigError, match=r"b=\[0.1\], a=\[-0.9\].*Continue with the filter"):
+        LowPassFilter(b=[0.2], a=[-0.8]).load_state_dict(state)
     with pytest.raises(DPConfigError, match="belongs to another filter"):
         AdaptiveFIR(4, IndependentNoise()).load_state_dict(state)
     with pytest.raises(DPConfigError, match="belongs to another filter"):
@@ -237,19 +215,18 @@ def test_the_names_are_those_of_the_state():
 ])  # fmt: skip
 def test_parse(text, wanted):
     assert LowPassFilter.parse(text).parameters() == wanted.parameters()
-    assert LowPassFilter.parse(text, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_parse_adaptive():
     noise = IndependentNoise(0.5)
-    low_pass = LowPassFilter.parse("adaptive:8", noise, dtype=torch.bfloat16)
+    low_pass = LowPassFilter.parse("adaptive:8", noise)
     assert isinstance(low_pass, AdaptiveFIR) and not low_pass.as_printed
-    assert (low_pass.taps, low_pass.noise, low_pass.dtype) == (8, noise, torch.bfloat16)
+    assert (low_pass.taps, low_pass.noise) == (8, noise)
     printed = LowPassFilter.parse("adaptive_as_printed:8", noise)
     assert isinstance(printed, AdaptiveFIR) and printed.as_printed
     assert (printed.taps, printed.refresh_every) == (8, 10)
     assert LowPassFilter.parse("adaptive_as_printed:4:7", noise).parameters() == {
-        "taps": 4, "refresh_every": 7, "dtype": None, "as_printed": True,
+        "taps": 4, "refresh_every": 7, "as_printed": True,
     }  # fmt: skip
     with pytest.raises(DPConfigError, match="needs the noise level.*noise=..."):
         LowPassFilter.parse("adaptive:8")
@@ -290,7 +267,6 @@ def test_coefficients_that_are_refused(b, a, message):
 
 @pytest.mark.parametrize("make, message", [
     (lambda: LowPassFilter.preset("f7"), "Use one of: none, momentum"),
-    (lambda: LowPassFilter.preset("none", dtype=torch.float16), "Use None, torch.float32 or torch.bfloat16"),
     (lambda: LowPassFilter.butterworth(0, 0.1), "an integer >= 1"),
     (lambda: LowPassFilter.butterworth(2.0, 0.1), "an integer >= 1"),
     (lambda: LowPassFilter.butterworth(2, 1.0), r"outside \(0, 1\).*Nyquist"),

@@ -195,7 +195,7 @@ def optimizer_of(cell: Cell, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def low_pass() -> LowPassFilter:
-    return LowPassFilter.parse("first_order_v1", noise=IndependentNoise(), dtype=None)
+    return LowPassFilter.parse("first_order_v1", noise=IndependentNoise())
 
 
 def users_batch(rows: list[dict[str, Any]]) -> UsersBatch:
