@@ -2,10 +2,8 @@
 
     python benchmarks/noise_memory.py --output docs/noise_memory.json
 
-The noise of bands is made in four ways: "ring", the last outputs (bands of C); "window", the last draws (bands of B), kept;
-"again", the same draws made again; "all again", bands of C from all earlier draws, in blocks. A time is that of the mean
-step of a run of `--steps` steps: the median over steps once rings and windows are full; where the draws of a step grow with
-it, at the middle of the run. Memory is counted from the tensors that a stream keeps. Needs torch, numpy, scipy and cryptography.
+The noise of bands is made in three ways: "ring", the last outputs (bands of C); "window", the last draws (bands of B), kept;
+"again", the same draws made again. A time is the median over steps once rings and windows are full. Memory is counted from the tensors that a stream keeps. Needs torch, numpy, scipy and cryptography.
 """
 
 from __future__ import annotations
@@ -27,14 +25,13 @@ from hf_dpopt.noise.streams import StreamCost
 from hf_dpopt.randomness.cipher import make_noise_source
 
 
-def ways(bands: int) -> dict[str, tuple[NoiseStrategy, str, int]]:
-    """Strategy, backend and block of each way to make noise of that many bands."""
+def ways(bands: int) -> dict[str, tuple[NoiseStrategy, str]]:
+    """Strategy and backend of each way to make noise of that many bands."""
     of_c, of_b = BandedToeplitz(tuple(0.9**i for i in range(bands))), BandedInverse.of_nu(bands)
     return {
-        "ring": (of_c, "auto", 1),
-        "window": (of_b, "history", 1),
-        "again": (of_b, "regenerate", 1),
-        "all again": (dense_inverse(bands), "regenerate", 16),
+        "ring": (of_c, "auto"),
+        "window": (of_b, "history"),
+        "again": (of_b, "regenerate"),
     }
 
 
@@ -79,48 +76,35 @@ def measure_speed(device: torch.device) -> Speed:
     return Speed(min(draws) / num, min(passes) / num)
 
 
-def dense_inverse(bands: int) -> BandedToeplitz:
-    """Bands of C whose inverse has no zeros, as tuned ones: those of 0.9^i have two coefficients only."""
-    return BandedToeplitz(tuple((i + 1.0) ** -0.5 for i in range(bands)))
-
-
 def measure(coordinates: int, bands: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each way, its steps interleaved with those of the others."""
     speed = measure_speed(torch.device(options.device))
     rows = []
-    for way, (strategy, backend, block) in ways(bands).items():
+    for way, (strategy, backend) in ways(bands).items():
         stream = strategy.stream(
             make_noise_source("secure", os.urandom(32)),
             scale=1.0,
             num_steps=options.steps,
             backend=backend,
-            block=block,
         )
-        cost = strategy.cost(options.steps, backend=backend, block=block)
+        cost = strategy.cost(options.steps, backend=backend)
         sums = {"all": torch.zeros(coordinates, device=options.device)}
-        # a block begins with a pass over all earlier draws: whole blocks are timed, at the middle of the run
-        first = options.steps // 2 // block * block if way == "all again" else min(bands, options.steps - 1)
-        num = block if way == "all again" else options.repetitions
+        first = min(bands, options.steps - 1)
         if first:
             stream.continue_at(first)
             stream.add_(sums, first)  # draws what was kept until then; not timed
             first += 1
-        if way == "all again":  # the rest of that block was prepared: go to the begin of the next one
-            for step in range(first, first + block - 1):
-                stream.add_(sums, step)
-            first += block - 1
         times, kept = [], 0
-        for step in range(first, min(first + num, options.steps)):
+        for step in range(first, min(first + options.repetitions, options.steps)):
             _wait(options.device)
             start = time.perf_counter()
             stream.add_(sums, step)
             _wait(options.device)
             times.append(time.perf_counter() - start)
             kept = max(kept, stream.bytes_kept())
-        took = statistics.fmean(times) if way == "all again" else statistics.median(times)
         rows.append(
             {
-                "coordinates": coordinates, "bands": bands, "way": way, "block": block, "seconds": took,
+                "coordinates": coordinates, "bands": bands, "way": way, "seconds": statistics.median(times),
                 "predicted_seconds": speed.seconds(cost, coordinates), "kept_mib": kept / 2**20,
                 "predicted_mib": 4 * cost.kept * coordinates / 2**20, "draws": cost.draws, **dataclasses.asdict(speed),
             }
@@ -137,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--coordinates", nargs="+", type=int, default=[10**6, 10**7])
     parser.add_argument("--bands", nargs="+", type=int, default=[4, 16, 64])
-    parser.add_argument("--steps", type=int, default=256, help="of the run; four blocks of 16 at least")
+    parser.add_argument("--steps", type=int, default=256, help="of the run")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path)

@@ -94,15 +94,15 @@ class BufferedLinearToeplitz(ToeplitzStrategy):
         """The same of B; all negative."""
         return residues(np.array(self.zeros), np.array(self.poles))
 
-    def _make_stream(self, source: NoiseSource, backend: str, block: int, common: dict[str, Any]) -> NoiseStream:
+    def _make_stream(self, source: NoiseSource, backend: str, common: dict[str, Any]) -> NoiseStream:
         if backend == "auto":
             return BufferedStream(self, source, **common)
-        return super()._make_stream(source, backend, block, common)
+        return super()._make_stream(source, backend, common)
 
-    def cost(self, num_steps: int, *, backend: str = "auto", block: int = 1) -> StreamCost:
+    def cost(self, num_steps: int, *, backend: str = "auto") -> StreamCost:
         if backend == "auto":
             return StreamCost(1, 1 + 2 * len(self.poles), len(self.poles))
-        return super().cost(num_steps, backend=backend, block=block)
+        return super().cost(num_steps, backend=backend)
 
 
 def residues(poles: np.ndarray, zeros: np.ndarray) -> np.ndarray:

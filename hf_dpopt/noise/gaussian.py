@@ -47,7 +47,7 @@ class IdentityStrategy(ToeplitzStrategy):
     def restarted(self, every: int) -> NoiseStrategy | None:
         raise DPConfigError("Independent noise has nothing to restart: leave noise_restart_every out.")
 
-    def _make_stream(self, source: NoiseSource, backend: str, block: int, common: dict[str, Any]) -> NoiseStream:
+    def _make_stream(self, source: NoiseSource, backend: str, common: dict[str, Any]) -> NoiseStream:
         return IndependentStream(source, draw_stddev=common["scale"])
 
 

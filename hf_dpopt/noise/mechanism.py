@@ -42,7 +42,6 @@ class NoiseMechanism:
         strategy_sensitivity: sensitivity of C, for the planned run and its sampler; unitless, > 0.
         num_steps: steps the strategy was made for.
         backend: how the noise of earlier steps is kept; see `NoiseStrategy.stream`.
-        block: steps that one pass over the earlier draws serves, with ``backend="regenerate"``.
         offload: keep the noise in the host's memory.
 
     Raises:
@@ -57,13 +56,11 @@ class NoiseMechanism:
     strategy_sensitivity: float
     num_steps: int
     backend: str = "auto"
-    block: int = 1
     offload: bool = False
 
     def __post_init__(self) -> None:
         check_noise_multiplier(self.noise_multiplier)
         check_count("num_steps", self.num_steps)
-        check_count("block", self.block)
         self.strategy.check_claims(self.num_steps)
         if self.strategy.is_independent:
             return
@@ -103,7 +100,6 @@ class NoiseMechanism:
             num_steps=steps,
             first_step=first_step,
             backend=self.backend,
-            block=self.block,
             offload=self.offload,
         )
 

@@ -19,7 +19,7 @@ from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.noise.workloads import Workload
 
 MAX_TUNED_STEPS = 10**5  # tuning looks at every step many times: half a minute for these
-STREAM_OPTIONS: dict[str, Any] = {"backend": "auto", "block": 1, "offload": False}  # how the noise is kept
+STREAM_OPTIONS: dict[str, Any] = {"backend": "auto", "offload": False}  # how the noise is kept
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

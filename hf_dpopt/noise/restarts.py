@@ -101,15 +101,15 @@ class Restarted(NoiseStrategy):
     def parameters(self) -> dict[str, Any]:
         return {"name": self.name, "base": self.base.parameters(), "every": self.every}
 
-    def cost(self, num_steps: int, *, backend: str = "auto", block: int = 1) -> StreamCost:
-        return self.base.cost(min(self.every, num_steps), backend=backend, block=block)
+    def cost(self, num_steps: int, *, backend: str = "auto") -> StreamCost:
+        return self.base.cost(min(self.every, num_steps), backend=backend)
 
-    def _make_stream(self, source: NoiseSource, backend: str, block: int, common: dict[str, Any]) -> NoiseStream:
+    def _make_stream(self, source: NoiseSource, backend: str, common: dict[str, Any]) -> NoiseStream:
         steps = min(self.every, common["num_steps"])
 
         def make(copy: int) -> CorrelatedStream:
             rows = _RowsOfCopy(source, copy, self.every)
-            stream = self.base.stream(rows, scale=common["scale"], num_steps=steps, backend=backend, block=block)
+            stream = self.base.stream(rows, scale=common["scale"], num_steps=steps, backend=backend)
             assert isinstance(stream, CorrelatedStream), "independent noise is refused at construction"
             return stream
 

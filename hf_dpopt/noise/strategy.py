@@ -36,7 +36,6 @@ from hf_dpopt.noise.streams import (
     RegeneratedStream,
     Rows,
     StreamCost,
-    cost_of_rows,
 )
 from hf_dpopt.noise.workloads import Workload, scheduled_errors
 from hf_dpopt.randomness.cipher import NoiseSource
@@ -139,7 +138,6 @@ class NoiseStrategy(abc.ABC):
         num_steps: int,
         first_step: int = 0,
         backend: str = "auto",
-        block: int = 1,
         offload: bool = False,
     ) -> NoiseStream:
         """Noise of one run, step by step.
@@ -151,7 +149,6 @@ class NoiseStrategy(abc.ABC):
             first_step: step under which the trainer asks for the first.
             backend: "auto": buffers, a ring or a stack where the strategy has them; "history" keeps all draws that
                 later steps use, "regenerate" none. The noise is the same, rounding aside.
-            block: steps that one pass over the earlier draws serves, with "regenerate".
             offload: keep and compute the noise in the host's memory, and copy what is added to the device once a step.
                 The noise is the same, rounding aside.
 
@@ -161,19 +158,18 @@ class NoiseStrategy(abc.ABC):
         if backend not in BACKENDS:
             raise DPConfigError(f"backend={backend!r} is unknown. Use one of {', '.join(BACKENDS)}.")
         check_count("num_steps", num_steps)
-        check_count("block", block)
         self.check_row_norms(num_steps)
         common = {
             "scale": scale, "num_steps": num_steps, "first_step": first_step, "offload": bool(offload),
         }  # fmt: skip
-        return self._make_stream(source, backend, block, common)
+        return self._make_stream(source, backend, common)
 
-    def _make_stream(self, source: NoiseSource, backend: str, block: int, common: dict[str, Any]) -> NoiseStream:
+    def _make_stream(self, source: NoiseSource, backend: str, common: dict[str, Any]) -> NoiseStream:
         """Stream for checked options; `common` is what every `CorrelatedStream` takes by keyword."""
         rows = self.rows(common["num_steps"])
         if (self.default_backend if backend == "auto" else backend) == "history":
             return HistoryStream(rows, source, window=self._window(common["num_steps"]), **common)
-        return RegeneratedStream(rows, source, block=block, **common)
+        return RegeneratedStream(rows, source, **common)
 
     def rows(self, num_steps: int) -> Rows:
         """Rows of a lower-triangular B for a run of at most `num_steps` steps: t -> row t, (t + 1,).
@@ -232,11 +228,12 @@ class NoiseStrategy(abc.ABC):
     def _largest_row_norm(self, num_steps: int) -> float:
         return float(np.linalg.norm(self.noising_matrix(num_steps), axis=1).max())
 
-    def cost(self, num_steps: int, *, backend: str = "auto", block: int = 1) -> StreamCost:
+    def cost(self, num_steps: int, *, backend: str = "auto") -> StreamCost:
         """Cost of what `stream` makes of the same arguments."""
-        draws_used = self._draws_used(num_steps)
-        backend = self.default_backend if backend == "auto" else backend
-        return cost_of_rows(draws_used, backend, block, window=self._window(num_steps))
+        used, window = float(self._draws_used(num_steps).mean()), self._window(num_steps)
+        if (self.default_backend if backend == "auto" else backend) == "history":
+            return StreamCost(1, used, num_steps if window is None else min(window - 1, num_steps))
+        return StreamCost(used, used, 0)
 
     def _window(self, num_steps: int) -> int | None:
         """Last draws that the noise of a step is made of, its own included, in every step; None if all may be."""
@@ -316,15 +313,15 @@ class ToeplitzStrategy(NoiseStrategy):
         coefs = self.noising_coefs(num_steps)
         return lambda t: coefs[: t + 1][::-1]
 
-    def _make_stream(self, source: NoiseSource, backend: str, block: int, common: dict[str, Any]) -> NoiseStream:
+    def _make_stream(self, source: NoiseSource, backend: str, common: dict[str, Any]) -> NoiseStream:
         if backend == "auto" and self.num_bands is not None:
             return RecurrentStream(self.strategy_coefs(self.num_bands).tolist(), source, **common)
-        return super()._make_stream(source, backend, block, common)
+        return super()._make_stream(source, backend, common)
 
-    def cost(self, num_steps: int, *, backend: str = "auto", block: int = 1) -> StreamCost:
+    def cost(self, num_steps: int, *, backend: str = "auto") -> StreamCost:
         if backend == "auto" and self.num_bands is not None:
             return StreamCost(1, self.num_bands, self.num_bands - 1)
-        return super().cost(num_steps, backend=backend, block=block)
+        return super().cost(num_steps, backend=backend)
 
     def _largest_row_norm(self, num_steps: int) -> float:
         return self.row_norm(num_steps - 1)  # every row holds the one before

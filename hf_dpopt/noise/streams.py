@@ -203,51 +203,21 @@ class HistoryStream(CorrelatedStream):
 
 
 class RegeneratedStream(CorrelatedStream):
-    """Stream that keeps nothing but what it has worked ahead: earlier draws are made again from the key.
+    """Stream that keeps nothing: the draws that a step uses are made again from the key."""
 
-    With `block` K, one pass over all earlier draws serves K steps, whose unfinished outputs are kept: K tensors, and
-    1/K of the draws. With K = 1 nothing is kept between steps.
-    """
-
-    def __init__(self, rows: Rows, source: NoiseSource, *, block: int = 1, **options: Any):
+    def __init__(self, rows: Rows, source: NoiseSource, **options: Any):
         super().__init__(source, **options)
-        self._rows, self._block = rows, block
-        self._ahead: dict[str, list[torch.Tensor]] = {}  # outputs of the block from the current step on, unfinished
+        self._rows = rows
 
     def _add_to(self, total: torch.Tensor, name: str, tensor: int, t: int) -> None:
-        if t % self._block == 0:
-            self._replay(total, name, tensor, t)
-        ahead = self._ahead[name]
-        self._add_row(ahead, [float(self._rows(t + i)[t]) for i in range(len(ahead))], tensor, t)
-        total.add_(ahead.pop(0), alpha=self.scale)
+        noise = torch.zeros_like(total)
+        for row, weight in enumerate(self._rows(t)):
+            if weight:
+                self._source.add_to({tensor: noise}, stddev=float(weight), step=row)
+        total.add_(noise, alpha=self.scale)
 
     def _replay(self, like: torch.Tensor, name: str, tensor: int, num_steps: int) -> None:
-        self._ahead[name] = self._from_before(like, tensor, num_steps)
-
-    def _from_before(self, total: torch.Tensor, tensor: int, t: int) -> list[torch.Tensor]:
-        """Share of the draws before step t in the outputs of the rest of its block."""
-        end = min(t - t % self._block + self._block, self._num_steps)
-        rows = [self._rows(i) for i in range(t, end)]
-        outputs = [torch.zeros_like(total) for _ in rows]
-        for s in range(t):
-            self._add_row(outputs, [float(row[s]) for row in rows], tensor, s)
-        return outputs
-
-    def _add_row(self, outputs: Sequence[torch.Tensor], weights: Sequence[float], tensor: int, row: int) -> None:
-        """Add a row of Z, times a weight each, to the outputs of a block; the row is drawn once.
-
-        A block of one has no tensor of the row at all, where the source can add it. It is the size of the block that
-        decides, not what is left of it: both ways round differently, and a resumed stream goes on bit for bit.
-        """
-        used = [(output, weight) for output, weight in zip(outputs, weights, strict=True) if weight]
-        if not used:
-            return
-        if self._block == 1:
-            self._source.add_to({tensor: used[0][0]}, stddev=used[0][1], step=row)
-            return
-        draw = self._normal(used[0][0], tensor, row)
-        for output, weight in used:
-            output.add_(draw, alpha=weight)
+        """Nothing is kept, so there is nothing to bring back."""
 
 
 class RecurrentStream(CorrelatedStream):
@@ -295,20 +265,3 @@ class StreamCost:
     draws: float
     passes: float
     kept: float
-
-
-def cost_of_rows(draws_used: np.ndarray, backend: str, block: int, *, window: int | None = None) -> StreamCost:
-    """Cost of noise that is made by the rows of B as they stand.
-
-    Args:
-        draws_used: draws that the noise of each step is made of, (num_steps,).
-        backend: "history" or "regenerate".
-        block: steps that one pass over the earlier draws serves, with "regenerate".
-        window: last draws, that of the step included, beyond which no step uses any; None for all.
-    """
-    average = float(draws_used.mean())
-    if backend == "history":
-        return StreamCost(1, average, len(draws_used) if window is None else min(window - 1, len(draws_used)))
-    # one pass over the earlier draws serves a block; every step draws its own
-    draws = 1 + (average - 1) / block if block > 1 else average
-    return StreamCost(draws, average, block if block > 1 else 0)

@@ -139,15 +139,15 @@ class TreeAggregation(NoiseStrategy):
         if not self.anytime:  # the others add up at most log2(n) nodes
             super().check_row_norms(num_steps)
 
-    def cost(self, num_steps: int, *, backend: str = "auto", block: int = 1) -> StreamCost:
+    def cost(self, num_steps: int, *, backend: str = "auto") -> StreamCost:
         if not self.anytime:
-            return super().cost(num_steps, backend=backend, block=block)
+            return super().cost(num_steps, backend=backend)
         levels = min(self.restart_every or num_steps, num_steps).bit_length()
         return StreamCost(2, 2 + levels / 2, 1 + levels / 2)
 
-    def _make_stream(self, source: NoiseSource, backend: str, block: int, common: dict[str, Any]) -> NoiseStream:
+    def _make_stream(self, source: NoiseSource, backend: str, common: dict[str, Any]) -> NoiseStream:
         if not self.anytime:
-            return super()._make_stream(source, backend, block, common)
+            return super()._make_stream(source, backend, common)
         if backend != "auto":
             raise DPConfigError("A tree draws its nodes as they are completed: leave backend='auto'.")
         return TreeStream(self, source, **common)

@@ -264,9 +264,7 @@ class _Choice:
             config = _restarted(config, self.changes.every)
         mechanism, options = MECHANISMS[config.noise_mechanism], config.mechanism_options
         if mechanism.is_independent and options != config.noise_kwargs:
-            raise DPConfigError(
-                "Independent noise keeps nothing: leave backend, block and offload out of noise_kwargs."
-            )
+            raise DPConfigError("Independent noise keeps nothing: leave backend and offload out of noise_kwargs.")
         kept, sampler = self._kept_strategy(config), make_sampler(config, self.num_examples)
         adjacency: Any = sampler.adjacencies[0] if config.adjacency == "auto" else config.adjacency
         if sampler.has_groups and mechanism.num_bands_of is not None:

@@ -123,7 +123,7 @@ class PrivacyConfig:
 
     @property
     def stream_options(self) -> dict[str, Any]:
-        """Options of how the noise is kept between steps: `backend`, `block` and `offload` of a stream."""
+        """Options of how the noise is kept between steps: `backend` and `offload` of a stream."""
         return {name: self.noise_kwargs.get(name, default) for name, default in STREAM_OPTIONS.items()}
 
     def _check_noise(self) -> None:

@@ -139,8 +139,7 @@ class PrivacyPlan:
     @property
     def cost(self) -> StreamCost:
         """Cost of the noise of a step, per trained coordinate."""
-        options = self.config.stream_options
-        return self.strategy.cost(self.noise_steps, backend=options["backend"], block=options["block"])
+        return self.strategy.cost(self.noise_steps, backend=self.config.stream_options["backend"])
 
     # --- what is protected -------------------------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ def test_a_copy_draws_no_row_of_the_next_copy():
     class Greedy(BandedToeplitz):
         name = "test greedy"
 
-        def _make_stream(self, source, backend, block, common):
+        def _make_stream(self, source, backend, common):
             return Stream(self.coefs, source, **common)
 
     stream = Restarted(Greedy((1.0, 0.5)), 4).stream(noise.CountedSource(), scale=1.0, num_steps=8)

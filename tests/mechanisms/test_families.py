@@ -19,7 +19,7 @@ SENSITIVITY, MULTIPLIER, NUM_STEPS = 0.5, 0.7, 12
 OPTIONS = {"banded": {"num_bands": 3}}
 VARIANTS = {
     **{name: {"noise_mechanism": name, "noise_kwargs": OPTIONS.get(name, {})} for name in MECHANISMS},
-    "nu_dpftrl, exact": {"noise_mechanism": "nu_dpftrl", "noise_kwargs": {"backend": "regenerate", "block": 4}},
+    "nu_dpftrl, exact": {"noise_mechanism": "nu_dpftrl", "noise_kwargs": {"backend": "regenerate"}},
     "banded, fixed order": {"noise_mechanism": "banded", "sampling": "fixed_order"},
     "blt, restarted": {"noise_mechanism": "blt", "noise_restart_every": 5},
     "honaker, restarted": {"noise_mechanism": "honaker", "noise_restart_every": 5},

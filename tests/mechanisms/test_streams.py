@@ -29,7 +29,6 @@ BACKENDS = {
     "auto": {},
     "history": {"backend": "history"},
     "regenerate": {"backend": "regenerate"},
-    "regenerate-8": {"backend": "regenerate", "block": 8},
     "offloaded": {"offload": True},
 }
 CASES = [(name, backend) for name in STREAMS for backend in BACKENDS]
@@ -124,7 +123,6 @@ def test_what_is_kept():
         ("bands", "auto", 3),
         ("nu", "history", 6),
         ("nu", "regenerate", 0),
-        ("nu", "regenerate-8", 2),
         ("honaker", "auto", 3),  # two complete subtrees after six steps, and the last prefix
     ):
         stream = _stream(name, backend)

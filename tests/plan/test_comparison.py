@@ -106,8 +106,8 @@ def test_the_stated_memory_is_what_a_stream_keeps(name):
     for step in range(mechanism.num_steps):
         stream.add_({"w": torch.zeros(1000)}, step)
         kept.append(stream.bytes_kept() / 4000)
-    cost = mechanism.strategy.cost(mechanism.num_steps, backend=mechanism.backend, block=mechanism.block)
-    # a tree's stack grows and shrinks; what waits in a block of regenerated outputs shrinks from step to step
+    cost = mechanism.strategy.cost(mechanism.num_steps, backend=mechanism.backend)
+    # a tree's stack grows and shrinks
     assert kept[-1] <= cost.kept + 2 and np.mean(kept) <= cost.kept + 1 and cost.kept <= max(kept) + 2
 
 
