@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import math
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -140,21 +138,9 @@ class IterateAverage(AfterStep):
         """The average so far, name -> tensor; the weights as they are before the first step that counts."""
         return {name: w.clone() for name, w in self._average.items()} or self._snapshot()
 
-    @contextlib.contextmanager
-    def swap(self) -> Iterator[None]:
-        """Lend the model the averaged weights, for evaluation and saving. Not around a training step."""
-        kept = {name: p.detach().clone() for name, p in self._parameters.items()}
-        self._set(self.average())
-        try:
-            yield
-        finally:
-            self._set(kept)
-
-    def finish(self) -> None:
-        self._set(self.average())
-
     @torch.no_grad()
-    def _set(self, weights: Weights) -> None:
+    def finish(self) -> None:
+        weights = self.average()
         for name, p in self._parameters.items():
             p.copy_(weights[name])
 

@@ -108,8 +108,8 @@ def excess(
     average.attach(optimizer)
     source = public_gradients(model, losses, public, NUM_PUBLIC, seed) if recipe.projection != "none" else None
     train(model, losses, private, source, recipe, plan, optimizer, seed)
-    with average.swap():
-        return risk_of(model, private) - least
+    average.finish()
+    return risk_of(model, private) - least
 
 
 def compute(given: argparse.Namespace) -> dict[str, Any]:
