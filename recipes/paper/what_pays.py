@@ -1,11 +1,9 @@
-"""One table of what pays where, made of the results of the reproductions.
+"""Write ``docs/what_pays.md`` from the JSON files of the reproductions in ``docs/reproductions``.
 
     python -m recipes.paper.what_pays --write
 
-reads the JSON files in ``docs/reproductions`` and writes ``docs/what_pays.md``.
-
 A gain is a difference in test accuracy, in points, with half of its 95 % interval: Student's t over paired seeds, or
-Welch's over seeds that are no pairs.
+Welch's t over unpaired seeds.
 """
 
 from __future__ import annotations
@@ -28,17 +26,13 @@ PAGE = FOLDER.parent / "what_pays.md"
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """One comparison.
+    """One comparison of a method with a baseline whose learning rate was tuned as well.
 
     Args:
-        method: in words.
-        against: likewise; learning rates of both were tuned.
-        task: likewise.
-        epsilon: as planned.
-        gain: points of accuracy.
-        half: of the 95 % interval, points; the smallest gain that would have been seen.
-        seeds: pairs, or runs of each.
-        is_paired: whether seeds share batches and initial weights.
+        gain: difference in test accuracy, points.
+        half: half of the 95 % interval, points: the smallest gain that the runs could show.
+        seeds: number of pairs, or of runs of each method.
+        is_paired: whether both runs of a seed share batches and initial weights.
     """
 
     method: str
@@ -58,7 +52,7 @@ class Effect:
 
 
 def without_pairs(method: str, against: str, task: str, epsilon: float, with_it: Any, without: Any) -> Effect:
-    """A comparison of accuracies, in shares, of seeds that are no pairs."""
+    """Compare accuracies in [0, 1] of unpaired seeds."""
     gain, half = unpaired(percent(with_it), percent(without))
     return Effect(method, against, task, epsilon, gain, half, len(with_it), False)
 
@@ -74,7 +68,7 @@ LOW_PASS = "filter first_order_v1"
 
 
 def one_query(words: dict, top_layer: dict) -> Iterator[Effect]:
-    """Correlated noise and a scale before it, against AdamW."""
+    """Correlated noise, with and without a scale before the clip, against AdamW."""
     tasks = {"sst2": "SST-2 phrases, words", "imdb": "film reviews, words"}
     for row in words["rows"] + top_layer["rows"]:
         if row["method"] in QUERY_METHODS:
@@ -83,7 +77,7 @@ def one_query(words: dict, top_layer: dict) -> Iterator[Effect]:
 
 
 def correlated(found: dict) -> Iterator[Effect]:
-    """Mechanisms with SGD and momentum, against independent noise of amplified batches."""
+    """Noise mechanisms with SGD and momentum, against independent noise with amplification by sampling."""
     for row in found["rows"]:
         if over := row.get("over_dp_sgd"):
             values = over["mean"], over["half_of_95_interval"]
@@ -104,7 +98,7 @@ def low_pass(top_layer: dict, from_scratch: dict) -> Iterator[Effect]:
 
 
 def delayed(imdb: dict, posts: dict) -> Iterator[Effect]:
-    """DP^2, and what else scales before the noise, with a bias as the paper has it and without that advantage."""
+    """DP^2, AdaDPS and one query, with the paper's bias of 1 and without it."""
     bases = ("DP-SGD", "DP-Adam")
     for name, where in (("table", "bias 1"), ("presence", "presence"), ("no_bias", "no bias")):
         rows = {row["method"]: row for row in imdb[name]}
@@ -120,7 +114,7 @@ def delayed(imdb: dict, posts: dict) -> Iterator[Effect]:
 
 
 def subspaces(found: dict) -> Iterator[Effect]:
-    """Public subspaces, beside training on public records first."""
+    """Public subspaces, and training on the public records first."""
     rows = {(row["row"], row["epsilon"]): row["accuracies"] for row in found["rows"] if row["epsilon"] is not None}
     for (method, epsilon), accuracies in rows.items():
         if method not in ("DP-SGD", "DP-Adam"):
@@ -149,21 +143,26 @@ SECTIONS = {
     "Public subspaces": (subspaces, ["subspace_task.json"]),
     "The last-iterate bound": (last_iterate, ["convergent_utility.json"]),
 }  # fmt: skip
+# results whose code was removed, because nothing was gained: the last commit that has it
+CODE = dict.fromkeys(("one_query_top_layer.json", "doppler_top_layer.json"), " (code: commit 79152dd)")
 HEAD = """# What pays where
 
-Differences in test accuracy, in points, with half of the 95 % interval: of five or three seeds, paired unless marked
-with `*`. Half of the interval is the smallest gain that could have been seen. "pays" and "costs" are intervals that
-lie on one side of 0; everything else is "not seen", which is no proof of nothing. With so many rows one in twenty
-of those without an effect is on one side by chance. Made by `python -m recipes.paper.what_pays --write` from the files
-named; [reproductions.md](reproductions.md) has the settings, commands and reasons.
+Each row compares a method with a tuned baseline: the difference in test accuracy, in points, with half of its 95 %
+interval. In brackets is the number of seeds, paired unless marked with `*`. A method **pays** if the whole interval is
+above 0 and **costs** if it is below 0. Otherwise the difference is not seen, which does not mean that there is none:
+half of the interval is the smallest gain that the runs could show. By chance, about one row in twenty without an
+effect has an interval on one side of 0.
+
+`python -m recipes.paper.what_pays --write` makes this page from the files that each section names.
+[reproductions.md](reproductions.md) has the settings, commands and reasons.
 """
 
 
 REMOVED = """
 ## Measured and removed
 
-Methods without a consistent gain over tuned baselines, which are not in the package. The commit has the code, the
-command and the runs: five paired seeds in each cell.
+These methods had no consistent gain over tuned baselines and are not in the package. The commit has the code, the
+command and the runs, five paired seeds in each cell.
 
 | method | paper | against | cells | pays | costs | not seen | commit |
 |---|---|---|---|---|---|---|---|
@@ -187,8 +186,8 @@ def page() -> str:
             parts.append(
                 f"| {one.method} | {one.against} | {one.task} | {one.epsilon:g} | {gain} ({one.seeds}) | {verdict} |\n"
             )
-        links = ", ".join(f"[{name}](reproductions/{name})" for name in sources)
-        parts.append(f"\nFrom {links}; in brackets the seeds.\n")
+        links = [f"[{name}](reproductions/{name}){CODE.get(name, '')}" for name in sources]
+        parts.append(f"\nFrom {', '.join(links)}.\n")
     return "".join([*parts, REMOVED])
 
 
