@@ -1,1 +1,1 @@
-"""Delayed preconditioners (Li et al. 2022, arXiv:2212.00309): its IMDB experiment, and two tasks of our own."""
+"""Delayed preconditioners (Li et al. 2022, arXiv:2212.00309): its IMDB experiment, and posts of Stack Exchange."""

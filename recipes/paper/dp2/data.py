@@ -1,4 +1,4 @@
-"""The tasks: texts as vectors of words, split into private, public, tuning and test records.
+"""Film reviews as vectors of words, split into private, public, tuning and test records.
 
 Shape legend: N = records, W = words.
 """
@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from scipy.sparse import csr_matrix
 from torch import nn
-
-from recipes.paper import texts
 
 NUM_WORDS = 10_000
 NUM_PUBLIC = 250  # labelled; 1 % of the paper's training set, which is what its public-data baselines get
@@ -50,37 +48,32 @@ class Records:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A linear classifier of texts. Public, tuning and test records come from the test file, and do not overlap."""
+    """A linear classifier of texts in two classes. Public, tuning and test records come from the test file."""
 
     name: str
     train: Records
     public: Records
     tuning: Records
     test: Records
-    num_classes: int
     bias: bool = True
 
     def model(self) -> nn.Linear:
         """Weights zero, as in the authors' code."""
-        outputs = 1 if self.num_classes == 2 else self.num_classes
-        model = nn.Linear(self.train.counts_NW.size(1), outputs, bias=self.bias)
+        model = nn.Linear(self.train.counts_NW.size(1), 1, bias=self.bias)
         for p in model.parameters():
             nn.init.zeros_(p)
         return model
 
     def losses(self, logits: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
         """Cross entropy of every record, (B,)."""
-        if self.num_classes == 2:
-            return nn.functional.binary_cross_entropy_with_logits(logits[:, 0], labels_B.float(), reduction="none")
-        return nn.functional.cross_entropy(logits, labels_B, reduction="none")
+        return nn.functional.binary_cross_entropy_with_logits(logits[:, 0], labels_B.float(), reduction="none")
 
     def accuracy(self, model: nn.Linear, records: Records) -> float:
         """Share of records that are classified correctly."""
         logits = records.sparse_NW @ model.weight.detach().numpy().T
         if self.bias:
             logits = logits + model.bias.detach().numpy()
-        predicted = (logits[:, 0] > 0).astype(int) if self.num_classes == 2 else logits.argmax(axis=1)
-        return float((predicted == records.labels_N.numpy()).mean())
+        return float(((logits[:, 0] > 0) == (records.labels_N.numpy() > 0)).mean())
 
 
 def tokens(text: str) -> list[str]:
@@ -119,19 +112,6 @@ def bags(
     return Records(torch.from_numpy(counts_NW), torch.tensor(divisors, dtype=torch.float32), torch.tensor(labels))
 
 
-def _task(name: str, train: Records, held_out: Records, num_tuning: int, num_classes: int, bias: bool = True) -> Task:
-    last = NUM_PUBLIC + num_tuning
-    return Task(
-        name,
-        train=train,
-        public=held_out[:NUM_PUBLIC],
-        tuning=held_out[NUM_PUBLIC:last],
-        test=held_out[last:],
-        num_classes=num_classes,
-        bias=bias,
-    )
-
-
 def imdb(folder: Path, *, features: str = "frequencies", bias: bool = True, num_tuning: int = 750) -> Task:
     """Film reviews. The words are the most frequent ones of the unlabelled reviews, which count as public.
 
@@ -154,22 +134,5 @@ def imdb(folder: Path, *, features: str = "frequencies", bias: bool = True, num_
         return bags((row["text"] for row in found), labels, numbers.get, len(numbers), features)
 
     name = f"imdb, {features}" + ("" if bias else ", no bias")
-    return _task(name, records("train"), records("test"), num_tuning, 2, bias)
-
-
-def ag_news(folder: Path, *, bias: bool = True, num_tuning: int = 1350) -> Task:
-    """News leads in four classes. Words are hashed to numbers: a vocabulary of private text would have to be paid for.
-
-    Args:
-        folder: holds train.tsv and test.tsv (text, class name; no header).
-        bias: whether the model has them.
-        num_tuning: records of the test file that choose hyper-parameters.
-    """
-
-    def records(split: str) -> Records:
-        return bags(*texts.ag_news(folder / f"{split}.tsv"), lambda word: texts.bucket(word, NUM_WORDS))
-
-    held_out = records("test")
-    order = torch.from_numpy(np.random.default_rng(0).permutation(len(held_out)))
-    name = "ag_news" + ("" if bias else ", no bias")
-    return _task(name, records("train"), held_out[order], num_tuning, 4, bias)
+    held_out, last = records("test"), NUM_PUBLIC + num_tuning
+    return Task(name, records("train"), held_out[:NUM_PUBLIC], held_out[NUM_PUBLIC:last], held_out[last:], bias)
