@@ -144,7 +144,9 @@ SECTIONS = {
     "The last-iterate bound": (last_iterate, ["convergent_utility.json"]),
 }  # fmt: skip
 # results whose code was removed, because nothing was gained: the last commit that has it
-CODE = dict.fromkeys(("one_query_top_layer.json", "doppler_top_layer.json"), " (code: commit 79152dd)")
+CODE = dict.fromkeys(
+    ("one_query_top_layer.json", "doppler_top_layer.json", "convergent_utility.json"), " (code: commit 79152dd)"
+)
 HEAD = """# What pays where
 
 Each row compares a method with a tuned baseline: the difference in test accuracy, in points, with half of its 95 %

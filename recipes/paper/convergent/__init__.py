@@ -1,9 +1,8 @@
-"""Experiments of "Privacy of Noisy Stochastic Gradient Descent: More Iterations without More Privacy Loss".
+"""Bounds of "Privacy of Noisy Stochastic Gradient Descent: More Iterations without More Privacy Loss".
 
-Altschuler and Talwar (2022), arXiv:2205.13710, on linear heads of a sentence encoder:
+Altschuler and Talwar (2022), arXiv:2205.13710, for linear heads: the paper's Figure 1 with real constants, and a lower
+bound beside the upper one. docs/reproductions.md and docs/convex.md have the results.
 
     python -m recipes.paper.convergent.figure1 --output_dir runs/convergent
-    python -m recipes.paper.convergent.utility --data FOLDER --model FOLDER --output_dir runs/convergent
-
-The page docs/reproductions.md holds the results.
+    python -m recipes.paper.convergent.lower_bound_plot --output_dir runs/convergent
 """

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from hf_dpopt.convex.last_iterate import ProjectedSGD, last_iterate_epsilon, plateau
-from recipes.paper.convergent.sgd import FAR
 from recipes.paper.runs import experiment, panels, save
 
 NUM_EXAMPLES, BATCH, DELTA, NOISE = 67_349, 1024, 1e-5, 4.0
 RADII = (0.1, 1.0)
 L2 = 1e-3
 STEPS = [int(t) for t in np.unique(np.geomspace(10, 1e7, 25).round())]
+FAR = 1e9  # radius of a ball that bounds nothing: plain composition
 PLAIN_PLD_LIMIT = 200_000  # steps, beyond which plain composition takes minutes
 
 
