@@ -1,13 +1,10 @@
-"""The data sets that several experiments share, and how their words and texts become numbers."""
+"""The data sets that several experiments share, and how their words become numbers."""
 
 from __future__ import annotations
 
 import csv
 import zlib
 from pathlib import Path
-
-import torch
-from transformers import AutoModel, AutoTokenizer
 
 AG_NEWS_CLASSES = ("World", "Sports", "Business", "Sci/Tech")
 
@@ -32,18 +29,3 @@ def ag_news(path: Path) -> tuple[list[str], list[int]]:
 def bucket(word: str, num: int) -> int:
     """Number of a word below `num`. A vocabulary of private text would have to be paid for; a hash fits nothing."""
     return zlib.crc32(word.encode()) % num
-
-
-@torch.no_grad()
-def embeddings(texts: list[str], model: Path) -> torch.Tensor:
-    """Means of the last hidden states of an encoder, of norm 1, (N, H)."""
-    tokenizer, encoder = AutoTokenizer.from_pretrained(model), AutoModel.from_pretrained(model).eval()
-    found = torch.zeros(len(texts), encoder.config.hidden_size)
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # little padding
-    for first in range(0, len(texts), 64):
-        rows = order[first : first + 64]
-        batch = tokenizer([texts[i] for i in rows], padding=True, truncation=True, max_length=64, return_tensors="pt")
-        mask_BT1 = batch["attention_mask"].unsqueeze(-1)
-        means_BH = (encoder(**batch).last_hidden_state * mask_BT1).sum(dim=1) / mask_BT1.sum(dim=1)
-        found[rows] = torch.nn.functional.normalize(means_BH, dim=1)
-    return found

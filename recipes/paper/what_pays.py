@@ -145,7 +145,8 @@ SECTIONS = {
 }  # fmt: skip
 # results whose code was removed, because nothing was gained: the last commit that has it
 CODE = dict.fromkeys(
-    ("one_query_top_layer.json", "doppler_top_layer.json", "convergent_utility.json"), " (code: commit 79152dd)"
+    ("one_query_top_layer.json", "doppler_top_layer.json", "subspace_task.json", "convergent_utility.json"),
+    " (code: commit 79152dd)",
 )
 HEAD = """# What pays where
 

@@ -20,7 +20,6 @@ from hf_dpopt.experimental.subspace_accounting import goe_budget, split_budget
 from hf_dpopt.noise import independent_noise, make_noise_source
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess import IndependentNoise, Postprocess
-from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
 from hf_dpopt.postprocess.subspace_adagrad import ProjectedGradient, SubspaceAdaGrad
 from hf_dpopt.preclip.projected import ProjectingEngine
 from hf_dpopt.public import PublicGradients
@@ -39,14 +38,12 @@ class Recipe:
     Args:
         projection: "none", "before_clip" or "after_noise".
         preconditioner: "none", "released" or "goe", in the subspace.
-        mirror: PDA-DPMD's schedule, or "".
         rank, num_public, refresh_every: of the subspace.
         goe_share: of the budget, in zCDP, for the releases of the preconditioner; one every `goe_every` steps.
     """
 
     projection: str = "none"
     preconditioner: str = "none"
-    mirror: str = ""
     rank: int = 32
     num_public: int = 128
     refresh_every: int = 20
@@ -92,7 +89,7 @@ def train(
     if recipe.preconditioner == "goe":
         multiplier, goe = _goe(recipe, plan, key)
     level = IndependentNoise(multiplier * sensitivity / plan.config.expected_batch_size)
-    subspace, chain = _chain(recipe, public, level, num_steps)
+    subspace, chain = _chain(recipe, public, level)
     if recipe.projection == "before_clip":
         assert subspace is not None
         engine: Any = ProjectingEngine(model, plan.clipper, subspace)
@@ -172,11 +169,8 @@ def _goe(recipe: Recipe, plan: PrivacyPlan, key: bytes) -> tuple[float, GoePreco
 
 
 def _chain(
-    recipe: Recipe, public: PublicGradients | None, level: IndependentNoise, num_steps: int
+    recipe: Recipe, public: PublicGradients | None, level: IndependentNoise
 ) -> tuple[RefreshedSubspace | None, list[Postprocess]]:
-    if recipe.mirror:
-        assert public is not None
-        return None, [PublicMirrorDescent(public, num_steps=num_steps, schedule=recipe.mirror)]
     if recipe.projection == "none":
         return None, []
     assert public is not None
