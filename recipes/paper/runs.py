@@ -116,16 +116,10 @@ class KeptRuns:
     Args:
         path: JSONL, a run and its result on each line.
         train: from a run, which is a dataclass of all that the result depends on, to a JSON-able result.
-        show: a finished run in a line.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        train: Callable[[Any], dict[str, Any]],
-        show: Callable[[Any, dict[str, Any]], str] = _line,
-    ):
-        self._path, self._train, self._show = path, train, show
+    def __init__(self, path: Path, train: Callable[[Any], dict[str, Any]]):
+        self._path, self._train = path, train
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         self._known = {_key(line["run"]): line for line in map(json.loads, lines)}
 
@@ -137,7 +131,7 @@ class KeptRuns:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             self._known[key] = line
-            print(self._show(run, line), flush=True)
+            print(_line(run, line), flush=True)
         return self._known[key]
 
     def of_seeds(self, run: Any, seeds: Iterable[int]) -> list[dict[str, Any]]:

@@ -49,7 +49,7 @@ def words(folder: Path) -> task.Task:
 def short_run(**changes: Any) -> training.Run:
     values = dict(
         mechanism="BLT", epsilon=8.0, rate=0.5, seed=0, num_rounds=8, users=6, clipping_norm=1.0, local_rate=0.5,
-        local_batch=2, public_steps=0,
+        local_batch=2,
     )  # fmt: skip
     return training.Run(**{**values, **changes})
 
@@ -61,7 +61,7 @@ def test_evaluation_users_never_train_and_choose_no_rate(words: task.Task) -> No
     assert len(words.validation) == len(words.test) == 12 and words.num_words == 4 + len(WORDS)
 
 
-@pytest.mark.parametrize("mechanism", training.USUAL)  # a quantile asks for larger batches
+@pytest.mark.parametrize("mechanism", training.MECHANISMS)
 def test_a_run_is_what_it_says(words: task.Task, mechanism: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Momentum and cool-down, for which the noise is tuned; users a whole pass apart; the budget."""
     made: list[Any] = []

@@ -1,4 +1,4 @@
-"""The task: the next word of chat messages, users held out; words and first weights come from public text."""
+"""The task: the next word of chat messages, with users held out; the words come from public text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import GPT2LMHeadModel
 
 from recipes.stackoverflow_data import END, UNKNOWN, Collator, NextWords, Vocabulary, separate_words
-from recipes.stackoverflow_model import first_learn, language_model, word_metrics
+from recipes.stackoverflow_model import language_model, word_metrics
 from recipes.tables import TEXT_EXTENSIONS, read_table
 
 USER = "user"
@@ -38,7 +38,6 @@ class Task:
         train: everything that the training users wrote in the training split.
         validation: of users who wrote in the dev split only; learning rates are chosen here.
         test: of users who wrote in the test split only.
-        public: sentences of the public text, as ids.
     """
 
     size: Size
@@ -46,20 +45,16 @@ class Task:
     train: Dataset
     validation: Dataset
     test: Dataset
-    public: list[list[int]]
 
     @functools.cached_property
     def num_users(self) -> int:
         return len(set(self.train[USER]))
 
-    def model(self, seed: int, public_steps: int) -> GPT2LMHeadModel:
-        """Fresh weights of `seed`, then `public_steps` of ordinary training on the public text."""
+    def model(self, seed: int) -> GPT2LMHeadModel:
+        """Fresh weights of `seed`."""
         torch.manual_seed(seed)
         size = self.size
-        model = language_model(self.num_words, width=size.width, layers=size.layers, max_words=size.max_words)
-        if public_steps:
-            first_learn(model, self.public, COLLATE, public_steps)
-        return model
+        return language_model(self.num_words, width=size.width, layers=size.layers, max_words=size.max_words)
 
 
 def read_task(folder: Path, public_file: Path, size: Size) -> Task:
@@ -89,7 +84,6 @@ def read_task(folder: Path, public_file: Path, size: Size) -> Task:
         records("train", users["train"]),
         records("dev", users["dev"] - users["train"] - users["test"]),
         records("test", users["test"] - users["train"] - users["dev"]),
-        [vocabulary.sentence(text, size.max_words) for text in texts],
     )
 
 

@@ -1,6 +1,6 @@
 """One private run through `DPTrainer`, its learning rate, and the file that keeps what was run.
 
-Keys are fresh in every run: what a seed fixes is the first weights, so that runs of one seed are no pairs.
+Keys are fresh in every run: a seed fixes the first weights alone, so runs of one seed are not pairs.
 """
 
 from __future__ import annotations
@@ -19,23 +19,18 @@ from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.workload import workload_of
 from hf_dpopt.plan.compare import predicted_errors, ranked
 from recipes.paper.federated.task import COLLATE, USER, Task, evaluate
-from recipes.paper.runs import KeptRuns, climb
+from recipes.paper.runs import KeptRuns, best_of, climb, labelled
 
 TUNING_SEED = 1000
 NUM_POINTS = 8  # of a learning curve
 CURVE_RECORDS = 2000
 MOMENTUM, COOLDOWN = 0.95, 0.25
-QUANTILE = {"preconditioner": "quantile", "preconditioner_kwargs": {"quantile": 0.5}}
 MECHANISMS: dict[str, dict[str, Any]] = {
     "DP-SGD": {"noise_mechanism": "gaussian", "sampling": "poisson"},
-    "tree": {"noise_mechanism": "tree"},
     "Honaker": {"noise_mechanism": "honaker"},
     "nu-DP-FTRL": {"noise_mechanism": "nu_dpftrl"},
     "BLT": {"noise_mechanism": "blt"},
-    "DP-SGD, quantile": {"noise_mechanism": "gaussian", "sampling": "poisson", **QUANTILE},
-    "BLT, quantile": {"noise_mechanism": "blt", **QUANTILE},
 }
-USUAL = tuple(MECHANISMS)[:5]  # rows of the table of mechanisms
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,12 +48,11 @@ class Run:
     epsilon: float | None
     rate: float
     seed: int
-    num_rounds: int
-    users: int
-    clipping_norm: float
-    local_rate: float
-    local_batch: int
-    public_steps: int
+    num_rounds: int = 320
+    users: int = 64
+    clipping_norm: float = 1.0
+    local_rate: float = 0.5
+    local_batch: int = 4
     records_per_user: int = 16
     delta: float = 1e-5
 
@@ -114,7 +108,7 @@ def train(run: Run, task: Task) -> dict[str, Any]:
         (round, validation accuracy), what the plan says of the noise, seconds.
     """
     began = time.perf_counter()
-    model = task.model(run.seed, run.public_steps)
+    model = task.model(run.seed)
     before = evaluate(model, task.test)
     curve = _Curve(run, task)
     with TemporaryDirectory() as folder:
@@ -166,7 +160,7 @@ class Runs(KeptRuns):
     """Runs on one task."""
 
     def __init__(self, path: Path, task: Task):
-        super().__init__(path, lambda run: train(run, task), _line)
+        super().__init__(path, lambda run: train(run, task))
         self._num_users = task.num_users
 
     def cell(self, run: Run, num_seeds: int) -> dict[str, Any]:
@@ -180,8 +174,8 @@ class Runs(KeptRuns):
             return self.result(dataclasses.replace(run, rate=rate, seed=TUNING_SEED))["validation"]["accuracy"]
 
         tried = climb(score, run.rate)
-        best = max(tried, key=lambda rate: tried[rate])
-        results = [self.result(dataclasses.replace(run, rate=best, seed=seed)) for seed in range(num_seeds)]
+        best = best_of(tried)
+        results = self.of_seeds(dataclasses.replace(run, rate=best), range(num_seeds))
         kept = ("epsilon_spent", "adjacency", "noise_multiplier", "sampler", "participation", "strategy")
         return {
             "mechanism": run.mechanism,
@@ -189,15 +183,8 @@ class Runs(KeptRuns):
             **{name: results[0][name] for name in kept},
             "predicted": predicted(run, self._num_users),
             "rate": best,
-            "tried": {f"{rate:g}": accuracy for rate, accuracy in tried.items()},
+            "tried": labelled(tried),
             **{name: [result["test"][name] for result in results] for name in results[0]["test"]},
             "curves": [result["curve"] for result in results],
             "seconds_per_run": float(np.mean([result["seconds"] for result in results])),
         }
-
-
-def _line(run: Run, result: dict[str, Any]) -> str:
-    return (
-        f"{run.mechanism:10} epsilon {run.epsilon} rate {run.rate:<6g} seed {run.seed:<4} "
-        f"{100 * result['test']['accuracy']:.2f} % in {result['seconds']:.0f} s"
-    )
