@@ -233,8 +233,8 @@ def private_run(
     rates: Sequence[float] | None = None,
     public: Records | None = None,
     is_exact: bool = False,
-) -> Iterator[tuple[int, np.ndarray, PrivateGradients]]:
-    """Train from zero; yields step, weights and gradients after every step.
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Train from zero; yields the number of each step and the weights after it.
 
     Args:
         records: training records.
@@ -270,4 +270,4 @@ def private_run(
         parameter.grad = torch.from_numpy(gradients())
         made.step()
         scheduler.step()
-        yield step, weights_WK, gradients
+        yield step, weights_WK

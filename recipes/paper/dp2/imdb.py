@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from recipes.paper.dp2.data import Task, imdb
-from recipes.paper.dp2.explain import decreases
 from recipes.paper.dp2.training import Hyper, Method, Runs, Setting, make, train_once
 from recipes.paper.runs import (
     Folder,
@@ -171,15 +170,13 @@ def delays(runs: Runs) -> list[dict[str, Any]]:
     return [runs.report(name, SETTING, best | {"delay": delay}, SWEEP_SEEDS) | {"delay": delay} for delay in DELAYS]
 
 
-def refreshes(task: Task, hyper: Hyper, sigma: float) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Step, sqrt(v) and weights at every refresh of D, float64; the bias comes last."""
+def refreshes(task: Task, hyper: Hyper, sigma: float) -> list[torch.Tensor]:
+    """sqrt(v) of the words at every refresh of D, float64."""
     found = []
 
     def observe(step: int, preclip: Any, model: torch.nn.Linear) -> None:
         if step % (2 * DELAY) == DELAY:
-            roots, weights = preclip.moment.diagonal(), dict(model.named_parameters())
-            both = [torch.cat([v[name].detach().flatten() for name in ("weight", "bias")]) for v in (roots, weights)]
-            found.append((step, both[0].double(), both[1].double()))
+            found.append(preclip.moment.diagonal()["weight"].detach().flatten().double())
 
     plan = make(DP2_RMSPROP, hyper, Setting(SETTING.batch, SETTING.num_steps, sigma), len(task.train))
     train_once(task, plan, DP2_RMSPROP, hyper, seeded_keys(0), evaluate_every=SETTING.num_steps, observe=observe)
@@ -187,28 +184,21 @@ def refreshes(task: Task, hyper: Hyper, sigma: float) -> list[tuple[int, torch.T
 
 
 def preconditioner(task: Task, hyper: Hyper) -> dict[str, Any]:
-    """sqrt(v) at every refresh of a private run, and of one without noise; and what D changes in a private step."""
+    """sqrt(v) at every refresh of a private run, and of one without noise."""
     kept = {"private": refreshes(task, hyper, 1.0), "without noise": refreshes(task, hyper, 0.0)}
     found: dict[str, Any] = {"hyper": hyper, "noise_in_the_mean": hyper["clip"] / SETTING.batch / DELAY**0.5}
     levels = torch.tensor([0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99]).double()
-    for name, values in kept.items():
-        words = [roots[:-1] for _, roots, _ in values]
+    for name, words in kept.items():
         found[name] = {
             "levels": levels.tolist(),
             "quantiles": [v.quantile(levels).tolist() for v in words],
             "histograms": [torch.histc(v.log10(), bins=60, min=-7, max=-1).tolist() for v in words],
         }
-    logs = [[roots[:-1].clamp(min=1e-9).log() for _, roots, _ in values] for values in kept.values()]
+    logs = [[roots.clamp(min=1e-9).log() for roots in words] for words in kept.values()]
     pairs = zip(*logs, strict=True)
     found["correlation_of_logs"] = [float(torch.corrcoef(torch.stack(pair))[0, 1]) for pair in pairs]
     noise_alone = (1 - 0.9) ** 0.5 * found["noise_in_the_mean"]  # sqrt(v) of the first refresh, without any signal
-    found["words_above_the_noise"] = [int((roots[:-1] > noise_alone).sum()) for _, roots, _ in kept["without noise"]]
-    clips = {"plain": hyper["clip"], "divided": hyper["clip_adaptive"], "no bias": NO_BIAS[0].grids[0]["clip"][0]}
-    found["decreases"] = [
-        {"step": step}
-        | decreases(task, weights.numpy()[:-1], roots.numpy() + hyper["eps"], clips=clips, stddev=1 / SETTING.batch)
-        for step, roots, weights in kept["private"]
-    ]
+    found["words_above_the_noise"] = [int((roots > noise_alone).sum()) for roots in kept["without noise"]]
     return found
 
 

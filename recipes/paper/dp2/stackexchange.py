@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from hf_dpopt.noise.level import MechanismLevel
 from hf_dpopt.plan.choose import make_plan
@@ -37,10 +36,7 @@ from hf_dpopt.preclip import DelayedPreconditioner, Identity, OneQuery, Preclip,
 from recipes.paper.dp2.data import bags
 from recipes.paper.dp2.training import DELTA, make_optimizer
 from recipes.paper.linear import (
-    WEIGHTS,
     ManyClasses,
-    PrivateGradients,
-    clipped_sum,
     private_run,
     with_bias,
 )
@@ -96,8 +92,6 @@ FEATURES = {
     "frequencies, small bias": Features(0.1, methods=SOME),
     "frequencies, no bias": Features(0.0, epsilons=(3.0,), methods=("DP-SGD",), begins="frequencies, small bias"),
 }
-PAPERS = "frequencies, bias"
-EXPLAINED = 3.0  # epsilon of the runs that are looked into
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,10 +213,7 @@ def plan_of(num: int, epsilon: float, query: float | None) -> PrivacyPlan:
     return make_plan(config, num_examples=num, num_steps=NUM_STEPS, preclip=preclip)
 
 
-Observer = Callable[[int, np.ndarray, Any], None]
-
-
-def train(tasks: Callable[[str], Task], run: Run, observe: Observer = lambda *step: None) -> dict[str, Any]:
+def train(tasks: Callable[[str], Task], run: Run) -> dict[str, Any]:
     """Accuracy of one run on the tuning records, a mean over its last models, and of its last model on the others."""
     task, method = tasks(run.task), METHODS[run.method]
     plan = plan_of(len(task.train), run.epsilon, query_noise(run.epsilon) if method.scale == "query" else None)
@@ -231,8 +222,7 @@ def train(tasks: Callable[[str], Task], run: Run, observe: Observer = lambda *st
         task.train, plan, run, functools.partial(method.preclip, run),
         functools.partial(make_optimizer, method.optimizer, hyper), num_outputs=len(CLASSES), public=task.public,
     )  # fmt: skip
-    for step, weights_WK, gradients in steps:
-        observe(step, weights_WK, gradients)
+    for step, weights_WK in steps:
         if step in CHOOSE:
             tuning.append(task.tuning.accuracy(weights_WK))
     return {"tuning": float(np.mean(tuning)), "test": task.test.accuracy(weights_WK)}
@@ -256,7 +246,7 @@ def tune(runs: KeptRuns, task: str, method: str, epsilon: float, start: Run | No
 Cells = dict[tuple[str, float, str], np.ndarray]  # features, epsilon, method -> test accuracies of the seeds, in %
 
 
-def table(runs: KeptRuns) -> tuple[list[dict[str, Any]], Cells]:
+def table(runs: KeptRuns) -> list[dict[str, Any]]:
     """Accuracies at the best values, and differences from other rows with their intervals, in points."""
     rows, cells, ends = [], Cells(), dict[tuple[str, float, str], Run]()
     for task, features in FEATURES.items():
@@ -271,111 +261,16 @@ def table(runs: KeptRuns) -> tuple[list[dict[str, Any]], Cells]:
                     "features": task, "epsilon": epsilon, "method": method, "accuracy": float(scores.mean()),
                     "stddev": float(scores.std(ddof=1)), "_test": scores,
                     "tuning_accuracy": 100 * runs.mean(best, TUNING_SEEDS, "tuning"),
-                    **differences(scores, {name: cells[task, epsilon, name] for name in COMPARED
-                                           if (task, epsilon, name) in cells}),
+                    **{f"over {name}": list(interval(scores - cells[task, epsilon, name])) for name in COMPARED
+                       if (task, epsilon, name) in cells},
                     **{name: getattr(best, name) for name in VALUES},
                 })  # fmt: skip
-    return rows, cells
-
-
-def differences(scores: np.ndarray, others: dict[str, np.ndarray]) -> dict[str, list[float]]:
-    """Paired differences from other rows, each with half of its 95 % interval."""
-    return {f"over {name}": list(interval(scores - of)) for name, of in others.items()}  # zeros from itself
-
-
-def with_best_features(rows: list[dict[str, Any]], cells: Cells) -> list[dict[str, Any]]:
-    """Each method with the features that are best for it on the tuning records, against DP-SGD with its own."""
-    found = []
-    for epsilon in EPSILONS:
-        best = {}
-        for method in METHODS:
-            own = [row for row in rows if row["epsilon"] == epsilon and row["method"] == method]
-            best[method] = max(own, key=lambda row: row["tuning_accuracy"])["features"]
-            scores = cells[best[method], epsilon, method]
-            found.append({
-                "features": best[method], "epsilon": epsilon, "method": method, "accuracy": float(scores.mean()),
-                **differences(scores, {"DP-SGD": cells[best["DP-SGD"], epsilon, "DP-SGD"]}),
-                "with the paper's bias over that DP-SGD": list(
-                    interval(cells[PAPERS, epsilon, method] - cells[best["DP-SGD"], epsilon, "DP-SGD"])
-                ),
-            })  # fmt: skip
-    return found
-
-
-# --- what explains it ------------------------------------------------------------------------------------------------
-
-
-def sparsity(task: Task) -> dict[str, float]:
-    """Sparsity of the gradients, share of the bias in their squared norm, and how unlike the words' moments are."""
-    x_NW, squares_NW = task.train.x_NW, task.train.squares_NW
-    words_N = np.asarray(squares_NW[:, :NUM_WORDS].sum(axis=1)).ravel()
-    bias_N = np.asarray(squares_NW[:, NUM_WORDS:].sum(axis=1)).ravel()
-    moments_W = np.sort(np.asarray(squares_NW[:, :NUM_WORDS].sum(axis=0)).ravel())[::-1]
-    return {
-        "share of the coordinates of a record": float(np.median(np.diff(x_NW.indptr)) / task.train.num_features),
-        "share of the bias in the squared norm": float((bias_N / np.maximum(words_N + bias_N, 1e-30)).mean()),
-        "share of the 1 % most frequent words": float(moments_W[: NUM_WORDS // 100].sum() / moments_W.sum()),
-    }
-
-
-def hidden_moments(tasks: Callable[[str], Task], run: Run) -> list[dict[str, float]]:
-    """Second moments that DP^2 makes D of at every refresh, against gradients without noise at the same weights."""
-    found, records = [], tasks(run.task).train
-
-    def observe(step: int, weights_WK: np.ndarray, gradients: PrivateGradients) -> None:
-        if step % (2 * DELAY) != DELAY:
-            return
-        true_WK = np.abs(clipped_sum(records, weights_WK, None, run.clip)[0][:NUM_WORDS]) / len(records)
-        moments = gradients.preconditioner.moment.diagonal()[WEIGHTS].numpy().reshape(weights_WK.shape)[:NUM_WORDS]
-        noise = gradients.stddev / DELAY**0.5
-        is_used = true_WK > 0
-        logs = np.log(true_WK[is_used]), np.log(np.maximum(moments[is_used], 1e-30))
-        found.append({
-            "step": step, "noise in the mean of a phase": noise, "above the noise": int((true_WK > noise).sum()),
-            "coordinates": true_WK.size, "median of the gradient / noise": float(np.median(true_WK) / noise),
-            "correlation of the logarithms": float(np.corrcoef(*logs)[0, 1]),
-        })  # fmt: skip
-
-    train(tasks, run, observe)
-    return found
-
-
-def without_privacy(task: Task, records: ManyClasses, num_steps: int = 100) -> float:
-    """Test accuracy, %, of training on records without clip and noise, up to the best step on the tuning ones."""
-    weights_WK = np.zeros((records.num_features, len(CLASSES)))
-    parameter = torch.from_numpy(weights_WK)
-    optimizer, best = torch.optim.Adam([parameter], lr=0.3), (0.0, 0.0)
-    for _ in range(num_steps):
-        parameter.grad = torch.from_numpy(records.gradient(weights_WK))
-        optimizer.step()
-        best = max(best, (task.tuning.accuracy(weights_WK), task.test.accuracy(weights_WK)), key=lambda two: two[0])
-    return 100 * best[1]
-
-
-def explain(tasks: Callable[[str], Task], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Measurements that say where differences come from."""
-    found: dict[str, Any] = {}
-    for name in FEATURES:
-        task = tasks(name)
-        found[name] = {
-            **sparsity(task),
-            "accuracy without privacy": without_privacy(task, task.train),
-            "accuracy of the public records alone": without_privacy(task, task.public),
-        }
-        for row in rows:
-            if (row["features"], row["method"], row["epsilon"]) == (name, "DP2-RMSProp", EXPLAINED):
-                run = Run(name, row["method"], row["epsilon"], *(row[value] for value in VALUES), seed=0)
-                found[name][f"refreshes at epsilon {row['epsilon']:g}"] = hidden_moments(tasks, run)
-    labels_N = tasks(PAPERS).test.labels_N
-    found["largest class"] = 100 * float(np.bincount(labels_N).max() / len(labels_N))
-    return found
+    return rows
 
 
 def compute(given: argparse.Namespace) -> dict[str, Any]:
     tasks = functools.cache(functools.partial(make_task, given.data))
-    rows, cells = table(KeptRuns(given.output_dir / "dp2_stackexchange.jsonl", functools.partial(train, tasks)))
-    found = with_best_features(rows, cells)
-    return {"rows": rows, "with_best_features": found, "explanation": explain(tasks, rows)}
+    return {"rows": table(KeptRuns(given.output_dir / "dp2_stackexchange.jsonl", functools.partial(train, tasks)))}
 
 
 def plot(numbers: dict[str, Any], path: Path) -> None:

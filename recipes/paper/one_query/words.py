@@ -176,7 +176,7 @@ def train(tasks: Callable[[str], Task], run: Run) -> dict[str, Any]:
         task.train, plan, run, lambda level: FromReleases(run.floor) if method.scale == "releases" else preclip,
         optimizer, rates=falling(task.num_steps), is_exact=method.scale == "true",
     )  # fmt: skip
-    ((_, weights_W1, _),) = deque(steps, maxlen=1)
+    ((_, weights_W1),) = deque(steps, maxlen=1)
     return {"tuning": task.tuning.accuracy(weights_W1), "test": task.test.accuracy(weights_W1)}
 
 
