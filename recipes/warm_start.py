@@ -33,7 +33,6 @@ from hf_dpopt.run.ledger import LEDGER, Ledger
 from recipes.frozen import FeatureRows
 from recipes.glue_data import ClassificationData
 from recipes.pooled_model import FEATURE_NORM, is_pooled
-from recipes.prompt_model import is_prompted
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,6 @@ def fill_start(model_args: Any, data_args: Any, training_args: DPTrainingArgumen
 def _others(model_args: Any, data_args: Any, training_args: DPTrainingArguments) -> list[str]:
     """Flags that were given and that the start does not go with."""
     others = {
-        "--prompt": model_args.prompt is not None,
         "--public_file": data_args.public_file is not None,
         "--non_private": data_args.non_private,
         "--freeze encoder": model_args.freeze == "encoder",
@@ -92,8 +90,7 @@ def mention_start(
     """Say in a line of the log that there is such a start, where it fits as it was measured and was not asked for."""
     is_open = model_args.start == "model" and model_args.warm_start_epsilon is None and training_args.do_train
     is_measured = model_args.lora_r > 0 and training_args.target_epsilon is not None and data.labels is not None
-    is_own = is_pooled(config) or is_prompted(config)
-    if is_open and is_measured and not is_own and not getattr(config, "is_encoder_decoder", False):
+    if is_open and is_measured and not is_pooled(config) and not getattr(config, "is_encoder_decoder", False):
         if not _others(model_args, data_args, training_args):
             logger.info(WORTH)
 
