@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, RobertaConfig
+from transformers import (
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    RobertaConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
-from recipes.embedded import public_t5
 from recipes.embedded.build import make_gpt2_tokenizer, make_tokenizer
 from tests.recipes.texts import DOCUMENTS, PAIRS, POSITIONS
 
@@ -37,11 +44,15 @@ def gpt2_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def t5_dir(gpt2_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = str(tmp_path_factory.mktemp("t5") / "model")
+    tokenizer = AutoTokenizer.from_pretrained(gpt2_dir)
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
     torch.manual_seed(0)
-    tokenizer = public_t5.tokenizer_with_padding(gpt2_dir)
-    model = public_t5.make_model(tokenizer, width=64, layers=1)
-    public_t5.train(model, tokenizer, [f"{ref} It is said to be very good indeed." for _, ref in PAIRS], 2)
-    model.save_pretrained(folder)
+    config = T5Config(
+        vocab_size=len(tokenizer), d_model=64, d_ff=256, d_kv=64, num_heads=1, num_layers=1, num_decoder_layers=1,
+        feed_forward_proj="gated-gelu", dropout_rate=0.0, pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id, decoder_start_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    T5ForConditionalGeneration(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
