@@ -2,8 +2,8 @@
 """Attack a run of one's own: canaries among the training records of `clm.py` or `glue.py`, and a bound on epsilon.
 
     python recipes/canaries.py make --recipe clm --model_name_or_path gpt2 --train_file train.csv \
-        --output_file train_canaries.csv --secret_file canaries.json
-    accelerate launch recipes/clm.py --model_name_or_path gpt2 --train_file train_canaries.csv --output_dir out ...
+        --output_file train_canaries.jsonl --secret_file canaries.json
+    accelerate launch recipes/clm.py --model_name_or_path gpt2 --train_file train_canaries.jsonl --output_dir out ...
     python recipes/canaries.py score --secret_file canaries.json --trained out --initial gpt2
 
 Canaries are texts of random tokens, each in or out of the file by a draw of probability 1/2 that stands in the secret
@@ -64,7 +64,7 @@ class MakeArguments:
     """Which canaries, and where they go."""
 
     recipe: str = flag(MISSING, "Recipe that trains on the file.", choices=RECIPES)
-    output_file: Path = flag(MISSING, "Training file with the canaries that take part: csv, tsv, jsonl ..")
+    output_file: Path = flag(MISSING, "Training file with the canaries that take part: .jsonl or .jsonl.gz.")
     secret_file: Path = flag(MISSING, "All canaries and who takes part. Keep it out of reach of training.")
     num_canaries: int = flag(1000, "Half of them take part, on average.")
     num_tokens: int = flag(16, "Random tokens in each text of a canary.")

@@ -6,9 +6,7 @@ canary takes part is a draw of the system's generator with probability 1/2, and 
 
 from __future__ import annotations
 
-import csv
 import gzip
-import io
 import json
 import secrets
 from collections.abc import Callable, Sequence
@@ -18,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hf_dpopt import DPConfigError
-from recipes.clm_data import Chat, Kind, Pairs
+from recipes.clm_data import Kind, Pairs
 from recipes.glue_data import Columns
 from recipes.tables import Table
 
@@ -66,8 +64,7 @@ def language_rows(table: Table, kind: Kind, texts: Callable[[], str], num: int, 
         ending = " " + MARK.format(number) if marked else ""
         for column in kind.columns:
             is_learned = not isinstance(kind, Pairs) or column == kind.target
-            text = texts() + (ending if is_learned else "")
-            row[column] = _conversation(texts(), text) if isinstance(kind, Chat) else text
+            row[column] = texts() + (ending if is_learned else "")
         rows.append(row)
     return rows
 
@@ -80,10 +77,6 @@ def labelled_rows(table: Table, columns: Columns, texts: Callable[[], str], num:
     return [
         _empty(table) | {name: texts() for name in named} | {columns.label: DRAWS.choice(labels)} for _ in range(num)
     ]
-
-
-def _conversation(asked: str, answer: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
 
 
 def _empty(table: Table) -> Row:
@@ -106,44 +99,16 @@ def mix(table: Table, rows: Sequence[Row]) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Write a file that `read_table` reads, in the format that its name says.
+    """Write JSON lines.
 
     Raises:
-        DPConfigError: for a format that is not written, and for a file that is there.
+        DPConfigError: for a file of another name, and for one that is there.
     """
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    is_zipped = suffixes[-1:] == [".gz"]
-    kind = (suffixes[:-1] if is_zipped else suffixes)[-1:]
-    if not kind or kind[0] not in WRITERS:
-        raise DPConfigError(f"output_file={path} is of a format that is not written. Use {', '.join(WRITERS)}.")
-    content = WRITERS[kind[0]](rows).encode("utf-8")
+    if not path.name.endswith((".jsonl", ".jsonl.gz")):
+        raise DPConfigError(f"output_file={path}: must end in .jsonl or .jsonl.gz. Give another name.")
+    content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode("utf-8")
     try:
         with path.open("xb") as file:
-            file.write(gzip.compress(content) if is_zipped else content)
+            file.write(gzip.compress(content) if path.suffix == ".gz" else content)
     except FileExistsError:
         raise DPConfigError(f"output_file={path} is there, and may hold other canaries. Name a new file.") from None
-
-
-def _csv(rows: Sequence[Row]) -> str:
-    text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(rows[0])
-    writer.writerows(row.values() for row in rows)
-    return text.getvalue()
-
-
-def _tsv(rows: Sequence[Row]) -> str:
-    return "".join("\t".join(map(str, line)) + "\n" for line in (list(rows[0]), *(row.values() for row in rows)))
-
-
-def _json_lines(rows: Sequence[Row]) -> str:
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-def _lines(rows: Sequence[Row]) -> str:
-    return "".join(f"{row['text']}\n" for row in rows)
-
-
-WRITERS: dict[str, Callable[[Sequence[Row]], str]] = {
-    ".csv": _csv, ".tsv": _tsv, ".json": _json_lines, ".jsonl": _json_lines, ".txt": _lines,
-}  # fmt: skip

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Finetune a causal language model with differential privacy: prompts and targets, conversations, or plain text.
+"""Finetune a causal language model with differential privacy: prompts and targets, or plain text.
 
 The flags are those of Hugging Face's `run_clm.py` and of `DPTrainingArguments`, plus LoRA.
 
@@ -117,12 +117,6 @@ class DataTrainingArguments(options.DataArguments):
         None, "How a prompt is made from columns, e.g. '{instruction}\\n{input}'. Default: the column."
     )
     separator: str = options.flag("\\n", "Between prompt and target; \\n is a new line.")
-    messages_column: str | None = options.flag(
-        None, "Column of conversations: lists of {role, content}; the loss is on assistant turns."
-    )
-    chat_template: str | None = options.flag(
-        None, "plain: the recipe's own, also used for a tokenizer without one. Default: the tokenizer's."
-    )
     text_column: str | None = options.flag(
         None, "Column of plain text; the loss is on all of it. One document is one record."
     )
@@ -206,10 +200,6 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
     if data_args.block_size is not None and data_args.block_size < 2:
         raise DPConfigError(
             f"block_size={data_args.block_size} leaves nothing to predict. Use 2 or more; 64 to 1024 is usual."
-        )
-    if data_args.chat_template not in (None, "plain"):
-        raise DPConfigError(
-            f"chat_template={data_args.chat_template!r} is unknown. Use plain, or leave it out: the tokenizer's own."
         )
     options.check(
         model_args,
@@ -505,7 +495,7 @@ NEXT_STEPS = """
     accelerate launch recipes/clm.py --model_name_or_path gpt2 --target_epsilon 8 --lora_r 8 --block_size 128 \\
         --train_file trainset.csv --validation_file devset.csv --prompt_column mr --target_column ref --generate
     accelerate launch recipes/clm.py --model_name_or_path <dir> --target_epsilon 8 --block_size 256 \\
-        --train_file train.jsonl --validation_file dev.jsonl   # columns text, or messages, or prompt and completion"""
+        --train_file train.jsonl --validation_file dev.jsonl   # columns text, or prompt and completion"""
 
 
 def run(argv: list[str]) -> int:

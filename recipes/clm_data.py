@@ -1,7 +1,7 @@
 """From tables to records of a causal language model: which columns are used, and which tokens carry loss.
 
-There are three kinds of data: `Pairs` (a prompt and its target), `Chat` (conversations) and `Documents` (plain text).
-Each turns rows of a table into `Record`s, one row at a time: what a record holds never depends on other rows.
+There are two kinds of data: `Pairs` (a prompt and its target) and `Documents` (plain text). Each turns rows of a table
+into `Record`s, one row at a time: what a record holds never depends on other rows. Conversations: `recipes/sft.py`.
 """
 
 from __future__ import annotations
@@ -25,22 +25,12 @@ logger = logging.getLogger(__name__)
 IGNORED = -100
 DEFAULT_BLOCK_SIZE = 1024
 PAIR_COLUMNS = (("mr", "ref"), ("prompt", "completion"), ("instruction", "output"))
-MESSAGES, TEXT, ALPACA_INPUT = "messages", "text", "input"
+TEXT, ALPACA_INPUT = "text", "input"
 KINDS = (
     f"a prompt and a target column ({', '.join(' and '.join(pair) for pair in PAIR_COLUMNS)}, or --prompt_column and "
-    f"--target_column), a column of conversations ({MESSAGES}, or --messages_column), or a column of plain text "
-    f"({TEXT}, or --text_column)"
-)
-ROLES_AND_CONTENT = 'a list of {"role": ..., "content": ...}'
-# The user's and the assistant's turns are told apart by a line of their own; each answer ends with the end token.
-PLAIN_CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] + ':\\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
-    "{% else %}{{ message['content'] }}{% endif %}{{ '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
+    f"--target_column), or a column of plain text ({TEXT}, or --text_column); recipes/sft.py takes conversations"
 )
 IN_BRACES = re.compile(r"\{([^{}]+)\}")
-MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True)
@@ -69,7 +59,7 @@ def _record(input_ids: list[int], labels: list[int], block_size: int) -> Record:
     return Record(input_ids[:block_size], labels[:block_size], len(input_ids) > block_size)
 
 
-# --- the three kinds -------------------------------------------------------------------------------------------------
+# --- the two kinds ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -124,71 +114,6 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class Chat:
-    """Conversations through the tokenizer's chat template; the loss is on the assistant's turns.
-
-    Where the template marks those turns with `{% generation %}`, they are what it marks. Else a turn is what the
-    conversation up to it has more than the one before it with the assistant's header: the content and its end mark.
-
-    Args:
-        column: of lists of {role, content}.
-        plain: use the recipe's own template whatever the tokenizer has.
-    """
-
-    column: str
-    plain: bool
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return (self.column,)
-
-    def unit(self, block_size: int) -> str:
-        return f"one conversation, at most its first {block_size} tokens"
-
-    def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Gives the tokenizer the recipe's template, to be saved with it, if it has none or `plain` was asked for."""
-        if not tokenizer.is_fast:
-            raise DPConfigError(
-                "The tokenizer does not know where its tokens stand in the text, so assistant turns cannot be found. "
-                "Use a model with a tokenizer.json, without --use_fast_tokenizer false."
-            )
-        if self.plain or not tokenizer.chat_template:
-            tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
-            logger.info(
-                "Conversations are written as 'role:', new line, content; the template is saved with the model."
-            )
-
-    def check_row(self, table: Table, row: int) -> None:
-        messages = table.columns[self.column][row]
-        what = None
-        if not isinstance(messages, list) or not messages:
-            what = f"column {self.column!r} holds {type(messages).__name__}, not {ROLES_AND_CONTENT}"
-        else:
-            for i, message in enumerate(messages):
-                if not isinstance(message, dict) or not all(
-                    isinstance(message.get(key), str) for key in ("role", "content")
-                ):
-                    what = (
-                        f"message {i + 1} of column {self.column!r} is not an object with the texts role and content"
-                    )
-                    break
-        if what:
-            raise DPConfigError(
-                f"{table.where(row)}: {what}. Correct the row, or name another with --messages_column."
-            )
-
-    def records(
-        self, rows: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, block_size: int
-    ) -> Iterator[Record]:
-        for messages in rows[self.column]:
-            # hub datasets give every message the keys of all
-            messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
-            ids, learned = _answers(messages, tokenizer)
-            labels = [token if is_learned else IGNORED for token, is_learned in zip(ids, learned, strict=True)]
-            yield _record(ids, labels, block_size)
-
-
-@dataclass(frozen=True)
 class Documents:
     """Plain text and an end token, all of which is learned.
 
@@ -228,7 +153,7 @@ class Documents:
                 yield _record(ids, list(ids), block_size)
 
 
-Kind = Pairs | Chat | Documents
+Kind = Pairs | Documents
 
 
 def _columns_of(template: str) -> list[str]:
@@ -257,41 +182,6 @@ def tokens_of(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list
     return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]  # else it warns of long texts
 
 
-def _answers(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
-    """Tokens of a conversation, and whether each belongs to an answer of the assistant."""
-    try:
-        if MARKS_ANSWERS.search(tokenizer.chat_template):
-            encoded = tokenizer.apply_chat_template(
-                messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
-            )
-            return encoded["input_ids"], [bool(mark) for mark in encoded["assistant_masks"]]
-        whole = tokenizer.apply_chat_template(messages, tokenize=False)
-        spans = []
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant":
-                header = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
-                through = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
-                if not (whole.startswith(through) and through.startswith(header)):
-                    raise DPConfigError(
-                        "The tokenizer's chat template writes a conversation differently when it goes on, so the "
-                        "assistant's turns cannot be told apart. Use --chat_template plain, or a template that marks "
-                        "them with {% generation %}."
-                    )
-                spans.append((len(header), len(through)))
-    except DPConfigError:
-        raise
-    except Exception as error:  # templates are programs: jinja2, and whatever it calls, raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise DPConfigError(
-            f"The tokenizer's chat template does not take a conversation of the roles "
-            f"{', '.join(message['role'] for message in messages)}: {reason}. Fix the data, or use --chat_template "
-            "plain."
-        ) from error
-    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    learned = [any(a < end and b > start for start, end in spans) for a, b in encoded["offset_mapping"]]
-    return encoded["input_ids"], learned
-
-
 # --- which kind ------------------------------------------------------------------------------------------------------
 
 
@@ -308,8 +198,7 @@ def find_kind(tables: Mapping[str, Table], args: Any, user_id_column: str | None
     kind = _named_kind(first, args) or _recognised_kind(first, args)
     if args.chunk_documents and not isinstance(kind, Documents):
         raise DPConfigError(
-            "chunk_documents is for plain text, but these are "
-            f"{'conversations' if isinstance(kind, Chat) else 'prompts and targets'}. Remove it, or name a column of "
+            "chunk_documents is for plain text, but these are prompts and targets. Remove it, or name a column of "
             "plain text with --text_column."
         )
     if args.generate and not isinstance(kind, Pairs):
@@ -333,15 +222,12 @@ def _named_kind(table: Table, args: Any) -> Kind | None:
     """The kind that the flags name."""
     named = {
         "--prompt_column and --target_column": bool(args.prompt_column or args.target_column or args.prompt_template),
-        "--messages_column": bool(args.messages_column),
         "--text_column": bool(args.text_column),
     }
     if sum(named.values()) > 1:
         raise DPConfigError(
             f"{' and '.join(name for name, is_named in named.items() if is_named)} are given. Keep one kind: {KINDS}."
         )
-    if args.messages_column:
-        return Chat(args.messages_column, plain=args.chat_template == "plain")
     if args.text_column:
         return Documents(args.text_column, args.chunk_documents)
     pair = named_pair(table, args)
@@ -380,8 +266,6 @@ def recognised_pairs(table: Table, args: NamesPairs) -> list[tuple[str, str]]:
 def _recognised_kind(table: Table, args: Any) -> Kind:
     """The one kind whose columns are there."""
     kinds: list[Kind] = [Pairs(*pair, args.separator) for pair in recognised_pairs(table, args)]
-    if MESSAGES in table.columns:
-        kinds.append(Chat(MESSAGES, plain=args.chat_template == "plain"))
     if TEXT in table.columns:
         kinds.append(Documents(TEXT, args.chunk_documents))
     if len(kinds) != 1:
@@ -457,8 +341,6 @@ def tokenize(
             "The tokenizer has no end token (eos_token), so a text would have no end. Use the tokenizer of a causal "
             "language model, e.g. with --tokenizer_name."
         )
-    if isinstance(kind, Chat):
-        kind.prepare(tokenizer)
     num_rows = len(table) if limit is None else min(limit, len(table))  # a row gives one record or more
     rows = {column: table.columns[column][:num_rows] for column in kind.columns}
     records = list(kind.records(rows, tokenizer, block_size))[:limit]

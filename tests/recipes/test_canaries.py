@@ -51,8 +51,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.tsv").write_text(
         "sentence\tlabel\tauthor\n" + "".join(f"{text}\t{i % 2}\t{i % 7}\n" for i, text in enumerate(DOCUMENTS))
     )
-    chats = [{"messages": [{"role": "user", "content": mr}, {"role": "assistant", "content": r}]} for mr, r in PAIRS]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    (tmp_path / "there.jsonl").touch()
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -64,12 +63,12 @@ def run(*argv: str) -> int:
 def make(model: str, kind: str = "csv", recipe: str = "clm", num: int = 150, **flags: str) -> int:
     more = [part for name, value in flags.items() for part in (f"--{name}", value)]
     return run("make", "--recipe", recipe, "--model_name_or_path", model, "--train_file", f"train.{kind}",
-               "--output_file", f"with.{kind}", "--secret_file", "secret.json", "--num_canaries", str(num),
+               "--output_file", "with.jsonl", "--secret_file", "secret.json", "--num_canaries", str(num),
                "--num_tokens", "6", *more)  # fmt: skip
 
 
-def training(model: str, output: str, kind: str = "csv", **flags: str | None) -> list[str]:
-    given = TRAINING | {"--model_name_or_path": model, "--train_file": f"with.{kind}", "--output_dir": output}
+def training(model: str, output: str, **flags: str | None) -> list[str]:
+    given = TRAINING | {"--model_name_or_path": model, "--train_file": "with.jsonl", "--output_dir": output}
     given |= {f"--{name}": value for name, value in flags.items() if value is not None}
     return [part for pair in given.items() for part in pair]
 
@@ -86,11 +85,11 @@ def score(capsys: pytest.CaptureFixture[str], *argv: str) -> float:
 # --- the files -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["csv", "txt", "jsonl"])
+@pytest.mark.parametrize("kind", ["csv", "txt"])
 def test_the_records_stay_in_order_and_the_drawn_canaries_stand_between(gpt2: str, files: Path, kind: str) -> None:
     assert make(gpt2, kind) == 0
     secret = json.loads((files / "secret.json").read_text())
-    before, after = (read_table(f"{name}.{kind}", kinds=TEXT_EXTENSIONS) for name in ("train", "with"))
+    before, after = (read_table(name, kinds=TEXT_EXTENSIONS) for name in (f"train.{kind}", "with.jsonl"))
     assert list(after.columns) == list(before.columns) and len(after) == secret["num_rows"]
     rows = [dict(zip(after.columns, row, strict=True)) for row in zip(*after.columns.values(), strict=True)]
     drawn = [row for row, is_in in zip(secret["rows"], secret["included"], strict=True) if is_in]
@@ -121,8 +120,8 @@ BAD = {
     "no command": ("attack", "Use make or score"),
     "few": ("make {} --num_canaries 3", "num_canaries=3 .* Use 20"),
     "no file": ("make {} --train_file none.csv", "none.csv does not exist"),
-    "format": ("make {} --output_file with.xml", "with.xml is of a format that is not written. Use .csv"),
-    "there": ("make {} --output_file train.csv", "train.csv is there"),
+    "format": ("make {} --output_file with.xml", "with.xml: must end in .jsonl"),
+    "there": ("make {} --output_file there.jsonl", "there.jsonl is there"),
     "users": ("make {} --user_id_column who", "no column 'who'"),
     "new tokens": ("make {} --recipe glue --new_tokens new", "new_tokens=new is for clm"),
     "secret": ("score --secret_file train.csv --trained out", "secret_file=train.csv is none that make wrote"),
@@ -135,9 +134,7 @@ def test_what_is_wrong_is_told_in_a_line(
     gpt2: str, files: Path, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
     text, match = BAD[what]
-    given = (
-        f"--recipe clm --model_name_or_path {gpt2} --train_file train.csv --output_file with.csv --secret_file s.json"
-    )
+    given = f"--recipe clm --model_name_or_path {gpt2} --train_file train.csv --output_file with.jsonl --secret_file s.json"
     flags = text.replace("{}", "").split()
     usual = given.split() if "{}" in text else []
     for name in flags[1::2]:  # given twice, the second one counts
@@ -180,7 +177,7 @@ def test_labels_that_were_learnt_by_heart_tell_who_took_part(
     roberta: str, files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert make(roberta, "tsv", "glue", max_seq_length="32") == 0
-    glue.main([*training(roberta, "plain", "tsv", max_seq_length="32", num_train_epochs="15", learning_rate="3e-3"),
+    glue.main([*training(roberta, "plain", max_seq_length="32", num_train_epochs="15", learning_rate="3e-3"),
                "--non_private"])  # fmt: skip
     assert score(capsys, "--trained", "plain", "--delta", "1e-6") > 0.2
 

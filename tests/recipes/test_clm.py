@@ -17,12 +17,9 @@ from recipes import clm
 from recipes.clm import parse
 from recipes.embedded import build, corpus
 from recipes.embedded.corpus import Corpus
-from tests.recipes.texts import CHATS, DOCUMENTS, PAIRS, POSITIONS, words
+from tests.recipes.texts import DOCUMENTS, PAIRS, POSITIONS, words
 
 pytestmark = pytest.mark.slow
-
-ASKED = [[{**asks, "content": f"Well, {asks['content']}"}, answers] for asks, answers in CHATS]  # held out of CHATS
-
 
 MODEL, run = "gpt2_dir", clm.run  # for test_refusals
 
@@ -34,9 +31,6 @@ def write_files(folder: Path) -> None:
             asked = "" if name == "dev" else ", open"  # held out: no pair is in both
             csv.writer(file).writerows([("mr", "ref"), *((f"{mr}{asked}", ref) for mr, ref in PAIRS[part])])
         (folder / f"{name}.txt").write_text("\n".join(DOCUMENTS[part]) + "\n")
-        (folder / f"{name}.jsonl").write_text(
-            "".join(json.dumps({"messages": c}) + "\n" for c in (CHATS if name == "dev" else ASKED)[part])
-        )
     (folder / "empty.csv").write_text("mr,ref\n")
 
 
@@ -86,7 +80,6 @@ REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     "block of one": ({"block_size": "1"}, "block_size=1 leaves nothing to predict. Use 2 or more"),
     "beams": ({"num_beams": "0"}, "num_beams=0 is not a positive count"),
     "no room": ({"generate": "true", "max_new_tokens": "64", "do_eval": "true"}, "no room for a prompt.* Use less"),
-    "template": ({"chat_template": "llama"}, "chat_template='llama' is unknown. Use plain"),
     "no model": ({"model_name_or_path": None}, "Add --model_name_or_path"),
     "no data": ({"train_file": None, "validation_file": None}, "Add --dataset_name .* or --train_file"),
     "missing file": ({"train_file": "nowhere.csv"}, "nowhere.csv does not exist. Check the path"),
@@ -176,13 +169,10 @@ def test_generated_texts_do_not_depend_on_the_batch(
     assert "nothing was trained" in shown and "before training" not in shown
 
 
-def test_lora_on_conversations(gpt2_dir: str, files: Path) -> None:
-    assert clm.run(arguments(gpt2_dir, "jsonl", lora_r="2", do_train="true", do_eval="true")) == 0
+def test_adapters_alone_are_saved(gpt2_dir: str, files: Path) -> None:
+    assert clm.run(arguments(gpt2_dir, lora_r="2", do_train="true", do_eval="true")) == 0
     out = files / "out"
     assert (out / "adapter_model.safetensors").exists() and not (out / "model.safetensors").exists()
-    template = AutoTokenizer.from_pretrained(out).chat_template
-    assert template is not None and "generation" in template  # who loads the adapter chats as it was trained
-    assert "one conversation, at most its first 48 tokens" in (out / "privacy" / "statement.md").read_text()
     assert results_of(files)["eval_samples"] == 12
 
 

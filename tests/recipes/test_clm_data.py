@@ -14,7 +14,6 @@ from hf_dpopt import DPConfigError
 from recipes.clm import DataTrainingArguments
 from recipes.clm_data import (
     IGNORED,
-    Chat,
     Documents,
     Pairs,
     Record,
@@ -23,23 +22,11 @@ from recipes.clm_data import (
     report,
     tokenize,
 )
-from recipes.embedded.build import END, make_gpt2_tokenizer
+from recipes.embedded.build import make_gpt2_tokenizer
 from recipes.generation import group_references, pad
 from recipes.seq2seq import DataTrainingArguments as Seq2SeqArguments
 from recipes.seq2seq import find_pairs
 from recipes.tables import TEXT_EXTENSIONS, Table, read_table
-
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-MESSAGES = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Where do I eat?"},
-    {"role": "assistant", "content": "At the mill."},
-    {"role": "user", "content": "Is it cheap?"},
-    {"role": "assistant", "content": "No, grand."},
-]
 
 
 @pytest.fixture
@@ -91,47 +78,6 @@ def test_prompts_from_several_columns(tokenizer: GPT2Tokenizer) -> None:
     args = DataTrainingArguments(prompt_template="Data: {mr}. Text:", separator=" ")
     kind = find_kind({"train": table(mr=["m"], ref=["r"])}, args)
     assert isinstance(kind, Pairs) and kind.prompts({"mr": ["m {ref}"]}) == ["Data: m {ref}. Text:"]
-
-
-def learned_text(record: Record, tokenizer: PreTrainedTokenizerBase) -> str:
-    return tokenizer.decode([t for t in record.labels if t != IGNORED])
-
-
-def test_loss_is_on_assistant_turns_of_the_plain_template(tokenizer: GPT2Tokenizer) -> None:
-    assert tokenizer.chat_template is None
-    kind = Chat("messages", plain=False)
-    kind.prepare(tokenizer)
-    (record,) = records(kind, {"messages": [MESSAGES]}, tokenizer, 1000)
-    assert tokenizer.decode(record.input_ids).strip() == (
-        "system:\nBe brief.\nuser:\nWhere do I eat?\nassistant:\n"
-        f"At the mill.{END}\nuser:\nIs it cheap?\nassistant:\nNo, grand.{END}"
-    )
-    assert learned_text(record, tokenizer) == f"At the mill.{END}No, grand.{END}"
-    header = tokenizer.apply_chat_template(MESSAGES[:4], tokenize=False, add_generation_prompt=True)
-    whole = tokenizer.apply_chat_template(MESSAGES, tokenize=False)
-    assert whole.startswith(header) and header.endswith("assistant:\n")  # chatting later sees what was trained on
-
-
-def test_loss_is_on_assistant_turns_of_a_template_without_marks(tokenizer: GPT2Tokenizer) -> None:
-    tokenizer.chat_template = CHATML
-    kind = Chat("messages", plain=False)
-    kind.prepare(tokenizer)
-    assert tokenizer.chat_template == CHATML
-    (record,) = records(kind, {"messages": [MESSAGES]}, tokenizer, 1000)
-    assert learned_text(record, tokenizer) == "At the mill.<|im_end|>\nNo, grand.<|im_end|>\n"
-    (short,) = records(kind, {"messages": [MESSAGES]}, tokenizer, 20)
-    assert (short.input_ids, short.labels) == (record.input_ids[:20], record.labels[:20]) and short.is_cut
-    (silent,) = records(kind, {"messages": [MESSAGES[:2]]}, tokenizer, 1000)
-    assert not silent.has_target
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: GPT2Tokenizer) -> None:
-    tokenizer.chat_template = "{{ messages | length }}" + CHATML
-    with pytest.raises(DPConfigError, match="Use --chat_template plain"):
-        records(Chat("messages", plain=False), {"messages": [MESSAGES]}, tokenizer, 1000)
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DPConfigError, match="roles system, user, assistant.*roles must alternate.*Fix the data"):
-        records(Chat("messages", plain=False), {"messages": [MESSAGES]}, tokenizer, 1000)
 
 
 def test_all_of_a_document_is_learned_and_it_ends(tokenizer: GPT2Tokenizer) -> None:
@@ -198,9 +144,8 @@ def test_units_are_named() -> None:
     [
         {"mr": ["a", "the mill", ""], "ref": ["b c", "food " * 20, "x"]},
         {"text": ["a", "the mill " * 20, "x"]},
-        {"messages": [MESSAGES, MESSAGES[:3], MESSAGES[:2]]},
     ],
-    ids=["pairs", "documents", "chat"],
+    ids=["pairs", "documents"],
 )
 def test_a_record_does_not_depend_on_other_rows(columns: dict[str, list[Any]], tokenizer: GPT2Tokenizer) -> None:
     kind = find_kind({"train": table(**columns)}, DataTrainingArguments())
@@ -253,8 +198,6 @@ def test_kinds_by_their_columns() -> None:
 
     assert found({"separator": "\n"}, mr=["a"], ref=["b"]) == Pairs("{mr}", "ref", "\n")
     assert found({"separator": "\n"}, prompt=["a"], completion=["b"], id=[1]) == Pairs("{prompt}", "completion", "\n")
-    assert found({}, messages=[MESSAGES], id=[1]) == Chat("messages", plain=False)
-    assert found({"chat_template": "plain"}, messages=[MESSAGES]) == Chat("messages", plain=True)
     assert found({}, text=["a"], label=["b"]) == Documents("text", False)
     assert found({"text_column": "prompt"}, prompt=["a"], completion=["b"]) == Documents("prompt", False)
     assert found({"prompt_column": "q", "target_column": "a", "separator": "|"}, q=["x"], a=["y"]) == Pairs(
@@ -265,20 +208,18 @@ def test_kinds_by_their_columns() -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, list[Any]], str]] = {
     "nothing recognised": ({}, {"a": ["x"]}, "no kind of data .* the columns 'a'. Name what to use: a prompt"),
-    "several kinds": ({}, {"text": ["x"], "messages": [MESSAGES]}, "several kinds .* Name what to use"),
+    "several kinds": ({}, {"text": ["x"], "mr": ["x"], "ref": ["y"]}, "several kinds .* Name what to use"),
     "missing prompt": ({"prompt_column": "q", "target_column": "a"}, {"a": ["x"]}, "no column 'q'. It has: 'a'"),
     "both missing": ({"prompt_column": "q", "target_column": "z"}, {"a": ["x"]}, "no column 'q' or 'z'. It has: 'a'"),
     "missing text": ({"text_column": "q"}, {"a": ["x"]}, "no column 'q'. It has: 'a'"),
     "no target": ({"prompt_column": "a"}, {"a": ["x"], "b": ["y"]}, "Add --target_column <one of: 'a', 'b'>"),
     "no prompt": ({"target_column": "a"}, {"a": ["x"], "b": ["y"]}, "Add --prompt_column <one of"),
-    "two kinds named": ({"text_column": "a", "messages_column": "a"}, {"a": ["x"]}, "are given. Keep one kind"),
+    "two kinds named": ({"text_column": "a", "prompt_column": "a"}, {"a": ["x"]}, "are given. Keep one kind"),
     "empty template": ({"prompt_template": "hi"}, {"mr": ["x"], "ref": ["y"]}, "names no column.* in braces"),
     "template column": ({"prompt_template": "{nope}"}, {"mr": ["x"], "ref": ["y"]}, "no column 'nope'"),
     "number": ({}, {"mr": ["x", 3], "ref": ["y", "z"]}, "some.jsonl, row 2: column 'mr' holds int, not text. Correct"),
     "no text": ({}, {"text": ["x", None]}, "row 2: column 'text' holds NoneType, not text. Correct the row"),
-    "no list": ({}, {"messages": ["hello"]}, 'row 1: .* holds str, not a list of {"role"'),
-    "empty list": ({}, {"messages": [[]]}, "row 1: .* not a list"),
-    "no content": ({}, {"messages": [[{"role": "user"}]]}, "message 1 .* the texts role and content. Correct the row"),
+    "conversations": ({}, {"messages": [[]]}, "no kind of data .* recipes/sft.py takes conversations"),
     "chunked pairs": (
         {"chunk_documents": True},
         {"mr": ["x"], "ref": ["y"]},
@@ -323,8 +264,8 @@ def test_text_files_and_parquet(tmp_path: Path) -> None:
     assert found.columns == {"text": ["one", "two words", "three"]} and found.where(1).endswith("line 4")
     parquet = pytest.importorskip("pyarrow.parquet")
     pyarrow = pytest.importorskip("pyarrow")
-    parquet.write_table(pyarrow.table({"messages": [MESSAGES]}), tmp_path / "a.parquet")
-    assert read_table(tmp_path / "a.parquet", kinds=TEXT_EXTENSIONS).columns["messages"] == [MESSAGES]
+    parquet.write_table(pyarrow.table({"text": ["one", "two"]}), tmp_path / "a.parquet")
+    assert read_table(tmp_path / "a.parquet", kinds=TEXT_EXTENSIONS).columns["text"] == ["one", "two"]
     (tmp_path / "b.parquet").write_text("text\n")
     with pytest.raises(DPConfigError, match="b.parquet is not a parquet file"):
         read_table(tmp_path / "b.parquet", kinds=TEXT_EXTENSIONS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 NAMES = ["The Mill", "The Eagle", "Cocum", "Zizzi"]
 PAIRS = [(f"name[{NAMES[i % 4]}], area[{i // 8}]", f"{NAMES[i % 4]} is number {i}.") for i in range(40)]
 DOCUMENTS = [" ".join(["the mill by the river is cheap"] * (1 + i % 3)) for i in range(40)]
-CHATS = [[{"role": "user", "content": f"Where is {mr}?"}, {"role": "assistant", "content": ref}] for mr, ref in PAIRS]
 POSITIONS = 64
 
 
