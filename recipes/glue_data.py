@@ -242,6 +242,12 @@ def _columns_of_split(split: str, table: Table, named: dict[str, str | None]) ->
             f"{table.name}: no label column recognised among {', '.join(map(repr, table.columns))}. Name it with "
             "--label_column."
         )
+    user = named["user"]
+    if user is not None and user in ("text", "pair", "label", *vars(columns).values()):
+        raise DPConfigError(
+            f"user_id_column={user!r}: texts or labels of {table.name} have this name. Name the column of user ids, "
+            "or rename it."
+        )
     return columns
 
 

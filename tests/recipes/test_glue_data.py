@@ -80,6 +80,13 @@ def test_missing_columns_are_refused(options: dict[str, str], mend: str) -> None
         find_columns(table(title=["a"], body=["b"], label=["0"]), **options)
 
 
+@pytest.mark.parametrize("user", ["label", "body", "text"])
+def test_users_in_a_column_of_texts_or_labels_are_refused(user: str) -> None:
+    given = table(body=["a", "b"], label=["0", "1"], text=["u", "v"])
+    with pytest.raises(DPConfigError, match=f"user_id_column='{user}': .* Name the column of user ids, or rename it"):
+        build({"train": given}, text_column="body", user_id_column=user)
+
+
 def test_label_map() -> None:
     assert labels_of(table(label=["b", "a", "b"]), "label") == ["a", "b"]
     assert labels_of(table(label=["10", "9", "-1"]), "label") == ["-1", "9", "10"]
