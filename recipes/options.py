@@ -99,6 +99,7 @@ def read_flags(
     embedded_defaults: Mapping[str, Any],
     run_name: str,
     training_class: type[DPTrainingArguments] = DPTrainingArguments,
+    always: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any, DPTrainingArguments, bool]:
     """Reads flags, or one .json file with their values, and fills in what is absent.
 
@@ -109,6 +110,7 @@ def read_flags(
     Args:
         classes: of the model's and the data's arguments.
         training_class: of the training arguments.
+        always: defaults of the recipe, with any data.
 
     Returns:
         Arguments of model, data and training, and whether it is the embedded job.
@@ -121,7 +123,7 @@ def read_flags(
     flags = {a.split("=")[0].lstrip("-").replace("-", "_") for a in argv if a.startswith("--")}
     given = flags if from_file is None else set(from_file)
     embedded = not given & set(sources)
-    defaults = dict(embedded_defaults) if embedded else {}
+    defaults = {**(always or {}), **(embedded_defaults if embedded else {})}
     if given & {"noise_multiplier", "non_private"}:
         defaults.pop("target_epsilon", None)
     defaults["output_dir"] = str(RUNS / f"{'embedded' if embedded else run_name}-{time.strftime('%Y%m%d-%H%M%S')}")

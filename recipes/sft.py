@@ -19,7 +19,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,11 @@ SHOWN, NEW_TOKENS = 3, 48
 class DataArguments:
     """Which conversations."""
 
-    train_file: str | None = field(default=None, metadata={"help": "jsonl, json, csv or parquet; one record a row."})
-    validation_file: str | None = field(default=None, metadata={"help": "The same, held out; for loss and answers."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Use the first N records only."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "The same for the held-out records."})
-    non_private: bool = field(default=False, metadata={"help": "Train with the stock SFTTrainer, without privacy."})
+    train_file: str | None = options.flag(None, "jsonl, json, csv or parquet; one record a row.")
+    validation_file: str | None = options.flag(None, "The same, held out; for loss and answers.")
+    max_train_samples: int | None = options.flag(None, "Use the first N records only.")
+    max_eval_samples: int | None = options.flag(None, "The same for the held-out records.")
+    non_private: bool = options.flag(False, "Train with the stock SFTTrainer, without privacy.")
 
 
 def main(argv: list[str]) -> None:

@@ -26,7 +26,7 @@ import functools
 import logging
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,7 @@ EMBEDDED: dict[str, Any] = {
     "eval_data_privacy": "public",
     "data_dependent_preprocessing": "none: the vocabulary is a public file",
 }
+OF_USERS = {"privacy_unit": "user", "user_id_column": "user", "remove_unused_columns": False}
 EMBEDDED_SIZE: dict[str, Any] = {"num_users": 2000, "rows_per_user": 20}
 
 
@@ -87,48 +88,39 @@ EMBEDDED_SIZE: dict[str, Any] = {"num_users": 2000, "rows_per_user": 20}
 class ModelArguments(options.ModelArguments):
     """A pretrained model, or how large a new one is."""
 
-    width: int = field(default=96, metadata={"help": "Of the word vectors and layers of a new language model."})
-    layers: int = field(default=2, metadata={"help": "Of a new language model."})
+    width: int = options.flag(96, "Of the word vectors and layers of a new language model.")
+    layers: int = options.flag(2, "Of a new language model.")
 
 
 @dataclass
 class DataTrainingArguments:
     """Which data, and which task."""
 
-    task: str = field(
-        default="next_word",
-        metadata={"help": "Predict the next word, or the tags of a post.", "choices": ["next_word", "tags"]},
+    task: str = options.flag(
+        "next_word", "Predict the next word, or the tags of a post.", choices=["next_word", "tags"]
     )
-    train_file: str | None = field(default=None, metadata={"help": "Table with a column of user ids; see above."})
-    validation_file: str | None = field(default=None, metadata={"help": "The same, of users who are held out."})
-    train_split: str = field(default="train", metadata={"help": "Of an sqlite file: which rows."})
-    validation_split: str = field(default="heldout", metadata={"help": "Of an sqlite file: which rows."})
-    text_column: str = field(
-        default=TOKENS,
-        metadata={"help": "Column of texts. `tokens` holds words separated by blanks; any other, raw text."},
+    train_file: str | None = options.flag(None, "Table with a column of user ids; see above.")
+    validation_file: str | None = options.flag(None, "The same, of users who are held out.")
+    train_split: str = options.flag("train", "Of an sqlite file: which rows.")
+    validation_split: str = options.flag("heldout", "Of an sqlite file: which rows.")
+    text_column: str = options.flag(
+        TOKENS, "Column of texts. `tokens` holds words separated by blanks; any other, raw text."
     )
-    tags_column: str = field(default="tags", metadata={"help": "Column of tags, separated by |."})
-    vocabulary_file: str | None = field(
-        default=None,
-        metadata={"help": "Public words, the most frequent first: the benchmark's word_count, a list, or JSON."},
+    tags_column: str = options.flag("tags", "Column of tags, separated by |.")
+    vocabulary_file: str | None = options.flag(
+        None, "Public words, the most frequent first: the benchmark's word_count, a list, or JSON."
     )
-    public_file: str | None = field(
-        default=None, metadata={"help": "Public texts to count words in, if there is no vocabulary_file."}
+    public_file: str | None = options.flag(None, "Public texts to count words in, if there is no vocabulary_file.")
+    tags_file: str | None = options.flag(None, "Public tags: the benchmark's tag_count, a list, or JSON.")
+    num_tags: int = options.flag(500, "Tags that are predicted: the first of tags_file.")
+    vocabulary_size: int = options.flag(10_000, "Words that have an id of their own.")
+    max_words: int = options.flag(20, "Words of a text that are used.")
+    public_steps: int = options.flag(0, "Steps of ordinary training on the public texts first; next_word only.")
+    converted_dir: str | None = options.flag(
+        None, "Folder for the records as ids; default: next to the file. Keep it private."
     )
-    tags_file: str | None = field(
-        default=None, metadata={"help": "Public tags: the benchmark's tag_count, a list, or JSON."}
-    )
-    num_tags: int = field(default=500, metadata={"help": "Tags that are predicted: the first of tags_file."})
-    vocabulary_size: int = field(default=10_000, metadata={"help": "Words that have an id of their own."})
-    max_words: int = field(default=20, metadata={"help": "Words of a text that are used."})
-    public_steps: int = field(
-        default=0, metadata={"help": "Steps of ordinary training on the public texts first; next_word only."}
-    )
-    converted_dir: str | None = field(
-        default=None, metadata={"help": "Folder for the records as ids; default: next to the file. Keep it private."}
-    )
-    max_train_samples: int | None = field(default=None, metadata={"help": "Only the first so many training records."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Only the first so many evaluation records."})
+    max_train_samples: int | None = options.flag(None, "Only the first so many training records.")
+    max_eval_samples: int | None = options.flag(None, "Only the first so many evaluation records.")
 
     @property
     def files(self) -> dict[str, str | None]:
@@ -193,11 +185,13 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
     """
     model_args, data_args, training_args, embedded = options.read_flags(
         argv, (ModelArguments, DataTrainingArguments), sources=SOURCES,
-        embedded_defaults={"privacy_unit": "user", **EMBEDDED}, run_name="stackoverflow",
+        embedded_defaults=EMBEDDED, run_name="stackoverflow", always=OF_USERS,
     )  # fmt: skip
-    training_args.privacy_unit = "user"
-    training_args.user_id_column = training_args.user_id_column or "user"
-    training_args.remove_unused_columns = False
+    if training_args.privacy_unit != "user":
+        raise DPConfigError(
+            f"privacy_unit={training_args.privacy_unit!r}: this recipe protects whole users. Leave it out, or use "
+            "recipes/clm.py."
+        )
     for name in COUNTS:
         value = getattr(model_args if hasattr(model_args, name) else data_args, name)
         if value is not None and value < 1:

@@ -69,11 +69,14 @@ class H5Rows:
             first = max(0, first - num_rows)
 
     def _users(self) -> Iterator[tuple[str, Any, int]]:
-        with import_extra("h5py", f"The HDF5 file {self._path}").File(self._path) as file:
-            if "examples" not in file:
-                raise DPConfigError(f"{self._path}: no group 'examples'. Use the layout of TensorFlow Federated.")
-            for user, arrays in file["examples"].items():
-                yield user, arrays, len(next(iter(arrays.values())))
+        try:
+            with import_extra("h5py", f"The HDF5 file {self._path}").File(self._path) as file:
+                if "examples" not in file:
+                    raise DPConfigError(f"{self._path}: no group 'examples'. Use the layout of TensorFlow Federated.")
+                for user, arrays in file["examples"].items():
+                    yield user, arrays, len(next(iter(arrays.values())))
+        except OSError as error:
+            raise DPConfigError(f"{self._path} is not a complete HDF5 file ({error}). Fetch it again.") from None
 
 
 class SqliteRows:
@@ -97,7 +100,14 @@ class SqliteRows:
             f"ORDER BY rowid LIMIT -1 OFFSET {first}"
         )
         for user, example in self._select(query):
-            yield {"user": user} | {name: _text(value) for name, value in parse_example(example, columns).items()}
+            try:
+                found = parse_example(example, columns)
+            except (ValueError, IndexError, KeyError) as error:
+                raise DPConfigError(
+                    f"{self._path}: an example of the user {user!r} is not a complete tf.train.Example ({error}). "
+                    "Fetch the file again."
+                ) from None
+            yield {"user": user} | {name: _text(value) for name, value in found.items()}
 
     def _select(self, query: str) -> Iterator[tuple[Any, ...]]:
         with contextlib.closing(sqlite3.connect(f"{self._path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
@@ -168,6 +178,9 @@ def parse_example(data: bytes, names: Collection[str] | None = None) -> dict[str
 
     Args:
         names: features that are needed; None for all.
+
+    Raises:
+        ValueError, IndexError, KeyError: if it is damaged.
     """
     found: dict[str, Any] = {}
     for _, features in _fields(data):
@@ -193,6 +206,8 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
         wire = key & 7
         if wire == 2:
             size, at = _varint(data, at)
+            if at + size > len(data):
+                raise ValueError("it is cut off")
             yield key >> 3, data[at : at + size]
             at += size
         elif wire == 0:
@@ -201,7 +216,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
         elif wire in (1, 5):
             at += 8 if wire == 1 else 4
         else:
-            raise DPConfigError("An example is not a serialized tf.train.Example. Check the file.")
+            raise ValueError(f"unknown wire type {wire}")
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

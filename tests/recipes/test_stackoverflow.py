@@ -114,6 +114,7 @@ def test_the_hdf5_layout(tmp_path):
     [
         ("none.h5", None, "is not a file"),
         ("broken.sqlite", b"no database at all, but long enough" * 40, "does not have the layout"),
+        ("broken.h5", b"no HDF5 at all", "broken.h5 is not a complete HDF5 file"),
     ],
 )
 def test_bad_files_are_refused(tmp_path, name, content, message):
@@ -121,6 +122,16 @@ def test_bad_files_are_refused(tmp_path, name, content, message):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DPConfigError, match=message):
         next(open_source(tmp_path / name, "train", tmp_path).rows())
+
+
+@pytest.mark.parametrize("kept", [1, 20, -2, -20])
+def test_an_example_that_is_cut_off_is_refused(tmp_path, kept):
+    path = _sqlite(tmp_path / "cut.sqlite")
+    with sqlite3.connect(path) as connection:
+        whole = connection.execute("SELECT serialized_example_proto FROM examples WHERE rowid = 3").fetchone()[0]
+        connection.execute("UPDATE examples SET serialized_example_proto = ? WHERE rowid = 3", (whole[:kept],))
+    with pytest.raises(DPConfigError, match="cut.sqlite: an example of the user 'u.' is not a complete"):
+        list(open_source(path, "train", tmp_path).rows())
 
 
 # --- conversion ------------------------------------------------------------------------------------------------------
@@ -586,6 +597,7 @@ REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     ),
     "adapters of no model": ({"lora_r": "8"}, "Add --model_name_or_path"),
     "an odd width": ({"width": "50"}, "multiple of 32"),
+    "another unit": ({"privacy_unit": "example"}, "privacy_unit='example': this recipe protects whole users"),
     "no words": ({"max_words": "0"}, "max_words=0"),
     "public steps without public text": ({"public_steps": "5"}, "Add --public_file"),
 }
