@@ -19,7 +19,6 @@ import torch
 from scipy.sparse import csr_matrix, hstack
 from scipy.special import softmax
 
-from hf_dpopt.clipping.clipped_sum import COUNT
 from hf_dpopt.clipping.scaling import Diagonal, Scale
 from hf_dpopt.clipping.squared_sum import COLUMNS, ROWS, squared_sensitivity
 from hf_dpopt.common.types import ClippedSums, Released
@@ -107,26 +106,22 @@ def norms(batch: Records, residuals_BK: np.ndarray, inverse_WK: np.ndarray | Non
 
 def clipped_residuals(
     batch: Records, weights_WK: np.ndarray, inverse_WK: np.ndarray | None, clip: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Residuals times the factors that clip ``g_b / D``, (B, K); and whether a record was within the clip, (B,)."""
+) -> np.ndarray:
+    """Residuals times the factors that clip ``g_b / D``, (B, K)."""
     residuals_BK = batch.residuals(weights_WK)
-    norms_B = norms(batch, residuals_BK, inverse_WK)
-    factors_B = np.minimum(1.0, clip / np.maximum(norms_B, SMALLEST))
-    return factors_B[:, None] * residuals_BK, norms_B <= clip
+    factors_B = np.minimum(1.0, clip / np.maximum(norms(batch, residuals_BK, inverse_WK), SMALLEST))
+    return factors_B[:, None] * residuals_BK
 
 
-def clipped_sum(
-    batch: Records, weights_WK: np.ndarray, inverse_WK: np.ndarray | None, clip: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """``sum_b clip(g_b / D)``, (W, K); and whether a record was within the clip, (B,)."""
-    residuals_BK, within_B = clipped_residuals(batch, weights_WK, inverse_WK, clip)
-    total_WK = batch.x_NW.T @ residuals_BK
-    return total_WK if inverse_WK is None else total_WK * inverse_WK, within_B
+def clipped_sum(batch: Records, weights_WK: np.ndarray, inverse_WK: np.ndarray | None, clip: float) -> np.ndarray:
+    """``sum_b clip(g_b / D)``, (W, K)."""
+    total_WK = batch.x_NW.T @ clipped_residuals(batch, weights_WK, inverse_WK, clip)
+    return total_WK if inverse_WK is None else total_WK * inverse_WK
 
 
 def squared_sum(records: Records, weights_WK: np.ndarray, clip: float, *, by_rows: bool) -> dict[str, np.ndarray]:
     """``sum_b clip(g_b)^2`` under the names that `OneQuery` takes: by coordinates, or summed over rows and columns."""
-    squares_NK = clipped_residuals(records, weights_WK, None, clip)[0] ** 2
+    squares_NK = clipped_residuals(records, weights_WK, None, clip) ** 2
     if not by_rows:
         return {WEIGHTS: records.squares_NW.T @ squares_NK}
     rows_W = records.squares_NW.T @ squares_NK.sum(axis=1)
@@ -191,11 +186,8 @@ class PrivateGradients(PrivateSteps):
         (scale,) = scales
         if scale is not self._known[0]:
             self._known = (scale, inverse_of(scale, self._weights_WK.shape))
-        total_WK, within_B = clipped_sum(self._records[rows], self._weights_WK, self._known[1], self._clip)
-        sums = {WEIGHTS: torch.tensor(total_WK, dtype=torch.float32)}
-        if scale is not None and scale.count_weight:
-            sums[COUNT] = torch.tensor([scale.count_weight * (within_B - 0.5).sum()], dtype=torch.float32)
-        return ClippedSums(sums)
+        total_WK = clipped_sum(self._records[rows], self._weights_WK, self._known[1], self._clip)
+        return ClippedSums({WEIGHTS: torch.tensor(total_WK, dtype=torch.float32)})
 
 
 def inverse_of(scale: Scale | None, shape: tuple[int, ...]) -> np.ndarray | None:
@@ -210,14 +202,13 @@ def inverse_of(scale: Scale | None, shape: tuple[int, ...]) -> np.ndarray | None
 
 
 def opening_answer(
-    spec: OneQuery, records: Records, weights_WK: np.ndarray, clip: float, rng: np.random.Generator | None
+    spec: OneQuery, records: Records, weights_WK: np.ndarray, clip: float, rng: np.random.Generator
 ) -> Released:
-    """Answer to the opening query: mean squares with noise from `rng`; None for no noise, which is not private."""
+    """Answer to the opening query: mean squares with noise from `rng`."""
     stddev = spec.query_noise * squared_sensitivity(clip, by_rows=spec.by_rows)
     answer = {}
     for name, total in squared_sum(records, weights_WK, clip, by_rows=spec.by_rows).items():
-        if rng is not None:
-            total = total + stddev * rng.standard_normal(total.shape)
+        total = total + stddev * rng.standard_normal(total.shape)
         answer[name] = torch.tensor(total / len(records), dtype=torch.float32)
     return Released(answer)
 
@@ -226,13 +217,12 @@ def private_run(
     records: Records,
     plan: PrivacyPlan,
     run: Any,
-    preclip: Callable[[MechanismLevel], Any],
+    preclip: Callable[[MechanismLevel], Preclip],
     optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
     *,
     num_outputs: int = 1,
     rates: Sequence[float] | None = None,
     public: Records | None = None,
-    is_exact: bool = False,
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Train from zero; yields the number of each step and the weights after it.
 
@@ -240,12 +230,11 @@ def private_run(
         records: training records.
         plan: made for a clipping norm of 1.
         run: its `clip` and `seed`; runs of one seed and sampler share batches, the noise is fresh in each.
-        preclip: makes the preconditioner from the level of the noise: a `Preclip`, or one that has started.
+        preclip: makes the preconditioner from the level of the noise.
         optimizer: of the weights.
         num_outputs: of the model.
         rates: learning rates relative to the optimizer's own; None for 1.
         public: records for a preconditioner that asks for them.
-        is_exact: the query before the first step gets no noise, which is not private.
     """
     fresh = np.random.default_rng([run.seed, zlib.crc32(repr(run).encode())])
     keys = np.random.default_rng(run.seed).bytes(32), fresh.bytes(32)
@@ -255,12 +244,9 @@ def private_run(
 
     def start(level: MechanismLevel) -> Any:
         spec = preclip(level)
-        if not isinstance(spec, Preclip):
-            return spec
         made = spec.start({WEIGHTS: parameter}, clipping_norm=run.clip, noise=level, public=source)
         if isinstance(spec, OneQuery):
-            rng = None if is_exact else fresh
-            made.receive_opening(opening_answer(spec, records, weights_WK, run.clip, rng))
+            made.receive_opening(opening_answer(spec, records, weights_WK, run.clip, fresh))
         return made
 
     gradients = PrivateGradients(records, weights_WK, plan, clip=run.clip, keys=keys, start=start)

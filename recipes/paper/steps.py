@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
-from hf_dpopt.clipping.scaling import Diagonal, Scale
+from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.types import ClippedSums, Released
 from hf_dpopt.noise import NoiseMechanism, make_noise_source
 from hf_dpopt.noise.level import MechanismLevel
@@ -140,38 +140,3 @@ def descend(
         write_gradients(engine.parameters, released)
         optimizer.step()
         yield step
-
-
-# --- D of what was released ------------------------------------------------------------------------------------------
-
-DECAY, FIRST_DIVIDED = 0.95, 10  # of the average of squared releases; the step from which it is used
-
-
-def inverse_scale(moments: dict[str, torch.Tensor], floor: float) -> dict[str, torch.Tensor]:
-    """1 / D of second moments as `OneQuery` makes it, with a floor in root mean squares of a coordinate."""
-    total = sum(float(value.sum()) for value in moments.values())
-    rms = (max(total, 0.0) / sum(value.numel() for value in moments.values())) ** 0.5
-    if rms == 0:
-        return {name: torch.ones_like(value) for name, value in moments.items()}
-    return {name: (1 + floor) * rms / (value.clamp(min=0).sqrt() + floor * rms) for name, value in moments.items()}
-
-
-class FromReleases:
-    """D of an average of squared releases: free, and as late and as noisy as they are (after arXiv:2507.01129)."""
-
-    def __init__(self, floor: float):
-        self._floor, self._steps, self._average = floor, 0, dict[str, torch.Tensor]()
-        self.inverse: dict[str, torch.Tensor] = {}
-
-    def scales(self) -> tuple[Scale | None]:
-        return (Scale({name: Diagonal(value) for name, value in self.inverse.items()}) if self.inverse else None,)
-
-    def receive(self, released: Released) -> Released:
-        self._steps += 1
-        for name, value in released.items():
-            undone = value.double() / self.inverse.get(name, 1.0)
-            self._average[name] = DECAY * self._average.get(name, 0.0) + (1 - DECAY) * undone.square()
-        if self._steps >= FIRST_DIVIDED:
-            moments = {name: value / (1 - DECAY**self._steps) for name, value in self._average.items()}
-            self.inverse = inverse_scale(moments, self._floor)
-        return released

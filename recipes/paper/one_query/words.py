@@ -30,11 +30,11 @@ from hf_dpopt.noise import momentum_workload
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
-from hf_dpopt.preclip import DelayedPreconditioner, Identity, OneQuery, Preclip, QuantileClipping
+from hf_dpopt.preclip import DelayedPreconditioner, Identity, OneQuery, Preclip
 from recipes.paper.dp2.data import imdb
 from recipes.paper.linear import TwoClasses, private_run, with_bias
 from recipes.paper.runs import KeptRuns, OptionalFolder, ascend, best_of, experiment, interval, percent
-from recipes.paper.steps import FromReleases, falling, query_noise
+from recipes.paper.steps import falling, query_noise
 from recipes.paper.texts import bucket, sst2
 
 BUCKETS, MAX_WORDS, MOMENTUM, DELTA = 8192, 64, 0.9, 1e-5
@@ -101,8 +101,7 @@ class Method:
 
     Args:
         mechanism: of the noise.
-        scale: where D comes from: "none", "query", "releases" (an average of squared releases), "dp2" (delayed),
-            "quantile" (of the norms; a clip, no D) or "true", which is the query without noise and not private.
+        scale: where D comes from: "none", "query" or "dp2" (delayed).
         adam: AdamW behind the noise; else SGD with momentum.
         anew: whether correlated noise starts anew where the scale changes.
     """
@@ -115,16 +114,16 @@ class Method:
     @property
     def floors(self) -> tuple[float, ...]:
         """Floors that are tried: of D in root mean squares of a coordinate; of "dp2" the clip of g / D, in clips."""
-        return {"none": (1.0,), "quantile": (1.0,), "dp2": (300.0, 3000.0)}.get(self.scale, (1.0, 3.0))
+        return {"none": (1.0,), "dp2": (300.0, 3000.0), "query": (1.0, 3.0)}[self.scale]
 
     def preclip(self, run: Run) -> Preclip:
         """The preconditioner of a run."""
-        if self.scale in ("query", "true"):
+        if self.scale == "query":
             return OneQuery(query_noise=query_noise(run.epsilon), floor=run.floor, by_rows=False)
         if self.scale == "dp2":
             clip, ratio = run.floor * run.clip, 1 / run.floor
             return DelayedPreconditioner(delay=DELAY, clipping_norm=clip, learning_rate_ratio=ratio)
-        return QuantileClipping(count_noise=0.2) if self.scale == "quantile" else Identity()
+        return Identity()
 
 
 METHODS = {
@@ -133,19 +132,14 @@ METHODS = {
     "banded SGD": Method("banded"),
     "nu SGD": Method("nu_dpftrl"),
     "BLT SGD": Method("blt"),
-    "independent noise, D from releases": Method(scale="releases"),
     "independent noise, D from one query": Method(scale="query"),
     "banded, D from one query": Method("banded", "query"),
     "BLT, D from one query": Method("blt", "query"),
-    "banded, true D (not private)": Method("banded", "true"),
     "DP2": Method(scale="dp2"),
     "DP2, banded": Method("banded", "dp2"),
     "DP2, nu": Method("nu_dpftrl", "dp2"),
     "DP2, BLT": Method("blt", "dp2"),
     "DP2, banded, noise anew": Method("banded", "dp2", anew=True),
-    "quantile": Method(scale="quantile"),
-    "quantile, banded": Method("banded", "quantile"),
-    "quantile, BLT": Method("blt", "quantile"),
 }
 
 
@@ -172,10 +166,7 @@ def train(tasks: Callable[[str], Task], run: Run) -> dict[str, Any]:
             return torch.optim.AdamW(parameters, lr=run.rate, weight_decay=0.0)
         return torch.optim.SGD(parameters, lr=run.rate, momentum=MOMENTUM)
 
-    steps = private_run(
-        task.train, plan, run, lambda level: FromReleases(run.floor) if method.scale == "releases" else preclip,
-        optimizer, rates=falling(task.num_steps), is_exact=method.scale == "true",
-    )  # fmt: skip
+    steps = private_run(task.train, plan, run, lambda level: preclip, optimizer, rates=falling(task.num_steps))
     ((_, weights_W1),) = deque(steps, maxlen=1)
     return {"tuning": task.tuning.accuracy(weights_W1), "test": task.test.accuracy(weights_W1)}
 
