@@ -10,14 +10,12 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from scipy.linalg import toeplitz
 from scipy.signal import lfilter
 
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.noise import DampedAntiPGD, NuDPFTRL, Participation, make_noise_source
-from hf_dpopt.noise.fourier import fourier_covariances
-from recipes.paper.correlated_noise import exact, figure1, figure2, table2, table3, training
+from recipes.paper.correlated_noise import exact, figure1, figure2, table2, training
 from recipes.paper.runs import log_slope
 
 pytestmark = pytest.mark.slow
@@ -124,18 +122,6 @@ def test_a_short_simulation_has_the_exact_error(d, eta):
         assert error < 0.02 * mean
         assert mean == pytest.approx(formula(eigenvalues, eta), rel=0.08)
         assert mean > 1.08 * formula(eigenvalues, eta, linearised=True)
-
-
-# --- Figure 3, Table 3, phi, and the commands ---
-
-
-def test_the_noise_of_all_steps_at_once_has_the_law_of_the_mechanism():
-    """200,000 coordinates: a covariance has a standard error below 0.5 % of the largest variance; eight of them."""
-    source, n = make_noise_source("secure", bytes(range(32))), 5
-    prefixes = table3.transformed(source, 200_000, n, chunk=60_000).double().numpy()
-    found = prefixes @ prefixes.T / prefixes.shape[1]
-    expected = toeplitz(fourier_covariances(n))
-    np.testing.assert_allclose(found, expected, atol=8 * 0.005 * expected[0, 0])
 
 
 # --- training on real text, every row of it in a few steps ---

@@ -115,27 +115,3 @@ def test_what_arrives_in_the_weights_is_what_filtering_each_step_alone_adds_up_t
     arrived = sum(low_pass.update({"w": row})["w"] for row in one_step_each)
     assert isinstance(low_pass, LowPassFilter) and isinstance(arrived, torch.Tensor)
     np.testing.assert_allclose(filters.passed_on(low_pass, num_steps), arrived.numpy(), atol=1e-12)
-
-
-@pytest.mark.parametrize("eta", [0.01, 0.4, 1.5])
-def test_the_variance_at_rest_is_the_energy_of_the_impulse_response(eta: float) -> None:
-    """With b = (x, x), the paper's own choice, it is that of plain SGD; with more weight on the newest it is less."""
-    found = {}
-    for name in ("none", "momentum", "first_order_v1", "first_order_v2", "f4"):
-        low_pass = LowPassFilter.parse(name)
-        assert isinstance(low_pass, LowPassFilter)
-        w, energy = 0.0, 0.0
-        inputs, outputs = [0.0] * 3, [0.0] * 3
-        for t in range(4000):  # one unit of noise in the first step
-            inputs = [w + (t == 0), *inputs][:3]
-            m = sum(b * x for b, x in zip(low_pass.b, inputs, strict=False)) - sum(
-                a * x for a, x in zip(low_pass.a, outputs, strict=False)
-            )
-            outputs, w = [m, *outputs][:3], w - eta * m
-            energy += w**2
-        found[name] = filters.stationary_variance(low_pass, eta)
-        assert found[name] == pytest.approx(energy, rel=1e-6)
-    assert found["none"] == pytest.approx(eta / (2 - eta))
-    assert found["first_order_v1"] == pytest.approx(found["none"]) == pytest.approx(found["f4"])
-    assert found["first_order_v2"] < found["momentum"] < found["none"]
-    assert math.isinf(filters.stationary_variance(LowPassFilter.preset("second_order"), 1.0))

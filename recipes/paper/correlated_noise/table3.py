@@ -1,8 +1,7 @@
 """Table 3: what the mechanisms cost, measured: coefficients once, then time and memory of the noise of a step.
 
 Coefficients for 2052 steps with 6 participations 342 steps apart (the paper's StackOverflow setting), the dense matrix
-for fewer. Streams of 2^18 coordinates for 128 steps. The Fourier factorisation is here twice: as the rows of its
-lower-triangular root, step by step, and as its authors draw it, the noise of all steps at once. Times are those of the
+for fewer. Streams of 2^18 coordinates for 128 steps. Times are those of the
 processor, which on a machine that does other work besides still depend on it; rerun on an idle one before quoting
 them.
 """
@@ -32,7 +31,7 @@ from hf_dpopt.noise import (
 )
 from hf_dpopt.noise.dense import optimize_dense
 from hf_dpopt.noise.tree import TreeAggregation
-from hf_dpopt.randomness.cipher import NoiseSource, make_noise_source
+from hf_dpopt.randomness.cipher import make_noise_source
 from recipes.paper.runs import experiment
 
 N, PARTICIPATION = 2052, Participation(6, 342)
@@ -100,32 +99,7 @@ def streams() -> list[dict[str, Any]]:
         row = {"name": name, "mean_ms": 1e3 * sum(times) / NUM_STEPS, "draws": sum(times) / NUM_STEPS / draw}
         rows.append(row | {"gradients_kept_at_most": most / (4 * D)})
         print(rows[-1], flush=True)
-    time_at_once = seconds(lambda: transformed(source, D, NUM_STEPS), 1)
-    rows.append({
-        "name": "Fourier factorisation, all steps at once", "mean_ms": 1e3 * time_at_once / NUM_STEPS,
-        "draws": time_at_once / NUM_STEPS / draw, "gradients_kept_at_most": float(NUM_STEPS),
-    })  # fmt: skip
-    print(rows[-1], flush=True)
     return [{"name": "one draw", "mean_ms": 1e3 * draw, "draws": 1.0, "gradients_kept_at_most": 0.0}, *rows]
-
-
-def transformed(source: NoiseSource, num_coordinates: int, num_steps: int, chunk: int = 2**13) -> torch.Tensor:
-    """Noise of all prefix sums by one Fourier transform of complex draws, as its authors make it, (steps, D).
-
-    Args:
-        source: standard normals.
-        num_coordinates, num_steps: shape of the noise.
-        chunk: coordinates that are transformed together, so that not all draws are in memory.
-    """
-    window = torch.cat([torch.ones(num_steps), torch.zeros(num_steps)])
-    root = torch.fft.fft(window).sqrt()[:, None]
-    noise = torch.empty(num_steps, num_coordinates)
-    for i, first in enumerate(range(0, num_coordinates, chunk)):
-        width = min(chunk, num_coordinates - first)
-        real, imaginary = source.normal((2, 2 * num_steps, width), step=0, tensor=i)
-        waves = torch.fft.ifft(root * torch.complex(real, imaginary), dim=0, norm="ortho")
-        noise[:, first : first + width] = waves.real[:num_steps]
-    return noise
 
 
 def compute(given: Any = None) -> dict[str, Any]:

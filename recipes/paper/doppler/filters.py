@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy.linalg
-import scipy.signal
 
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.postprocess.recursion import impulse_response
@@ -24,7 +22,6 @@ from recipes.paper.runs import draw_bars, experiment, panels, percent, save
 
 DESIGNS = ("butterworth:2:0.1", "chebyshev:2:0.1:0.5")
 ADAPTIVE = "adaptive:8"
-ETAS = (0.01, 0.1, 0.3, 1.0, 1.5)  # learning rate x curvature
 FILTERS = {
     "dp_sgd": (
         PLAIN, "momentum", "first_order_v1", "first_order_v2", "second_order", "f1", "f2", "f3", "f4", "f5", "f6",
@@ -46,34 +43,8 @@ def passed_on(low_pass: LowPassFilter, num_steps: int) -> np.ndarray:
     return np.array([h[: num_steps - s] @ arrived[s:] for s in range(num_steps)])
 
 
-def stationary_variance(low_pass: LowPassFilter, eta: float) -> float:
-    """Of the iterates of ``w -= eta m``, m the filtered ``w + z``, z white noise of variance 1; inf if they diverge.
-
-    A quadratic of curvature k at learning rate r has ``eta = r k``. Without a filter it is ``eta / (2 - eta)``.
-    """
-    b, a = np.array(low_pass.b), np.array([1.0, *low_pass.a])
-    size = max(len(b), len(a))
-    b, a = np.pad(b, (0, size - len(b))), np.pad(a, (0, size - len(a)))
-    denominator = np.convolve([1.0, -1.0], a)  # of the closed loop, (z - 1) A + eta B
-    denominator[1:] += eta * b
-    transition, noise, output_row, _ = scipy.signal.tf2ss(eta * b, denominator)  # b lags by the step that it moves
-    if np.abs(np.linalg.eigvals(transition)).max() >= 1:
-        return math.inf
-    covariance = scipy.linalg.solve_discrete_lyapunov(transition, noise @ noise.T)
-    return float((output_row @ covariance @ output_row.T)[0, 0])
-
-
-def stationary_ratio(low_pass: LowPassFilter, eta: float) -> float:
-    """The variance with the filter relative to that without."""
-    return stationary_variance(low_pass, eta) * (2 - eta) / eta
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def noise_ratios(name: str, num_steps: int) -> dict[str, Any]:
-    """Noise with the filter relative to that without: stddev in a gradient and in the weights, variance at rest."""
+    """Noise with the filter relative to that without: stddev in a gradient and in the weights."""
     if name in (PLAIN, ADAPTIVE):
         return {}
     low_pass = LowPassFilter.parse(name)
@@ -83,7 +54,6 @@ def noise_ratios(name: str, num_steps: int) -> dict[str, Any]:
         "noise_in_gradient": float(np.linalg.norm(impulse_response(low_pass.b, low_pass.a, 10_000))),
         "noise_in_weights": float(np.linalg.norm(in_weights) / math.sqrt(num_steps)),
         "signal_in_weights": float(in_weights.mean()),
-        "stationary_variance": {f"{eta:g}": _finite(stationary_ratio(low_pass, eta)) for eta in ETAS},
     }
 
 
@@ -100,10 +70,10 @@ def compute(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def plot(numbers: dict[str, Any], path: Path) -> None:
-    """Accuracies by filter, the noise on a quadratic; and the responses of the filters in a picture of their own."""
+    """Accuracies by filter; and the responses of the filters in a picture of their own."""
     cells = numbers["cells"]
     optimizers = list(dict.fromkeys(cell["optimizer"] for cell in cells))
-    figure, (*axes, quadratic) = panels(len(optimizers) + 1, width=5.4, height=5.0)
+    figure, axes = panels(len(optimizers), width=5.4, height=5.0)
     for axis, optimizer in zip(axes, optimizers, strict=True):
         mine = [cell for cell in cells if cell["optimizer"] == optimizer]
         accuracies = [percent(cell["accuracies"]) for cell in mine]
@@ -111,15 +81,6 @@ def plot(numbers: dict[str, Any], path: Path) -> None:
         draw_bars(axis, labels, accuracies, [COLORS[optimizer]] * len(mine))
         axis.axvline(np.mean(accuracies[0]), color="black", linewidth=0.8, linestyle=":")
         axis.set(xlabel="test accuracy, %", title=f"{NAMES[optimizer]}, epsilon {mine[0]['epsilon']:g}")
-    etas = np.geomspace(1e-3, 1.9, 200)
-    for name, style in zip(FIXED, STYLES, strict=False):
-        ratios = [stationary_ratio(LowPassFilter.parse(name), eta) for eta in etas]  # type: ignore[arg-type]
-        quadratic.loglog(etas, ratios, label=name, **style)
-    quadratic.set(
-        xlabel="learning rate x curvature", ylabel="variance of the weights at rest / without a filter",
-        title="noise on a quadratic", ylim=(0.05, 20),
-    )  # fmt: skip
-    quadratic.legend(fontsize=7, loc="lower left")
     save(figure, path)
     plot_responses(path.with_name("doppler_responses.png"))
 
