@@ -8,10 +8,8 @@
 
 Canaries are texts of random tokens, each in or out of the file by a draw of probability 1/2 that stands in the secret
 file alone: keep it where nothing trains, and look at no draw before the scores are written. The training flags that
-say what a record is (columns, block_size, max_seq_length ..) are given to `make`, and used again by `score`. With
-`--new_tokens FOLDER` every canary ends with a token of its own, and the model that knows these tokens is written to
-the folder, to be trained (Panda et al. 2025, arXiv:2503.06808). The canaries that take part are records like the
-others: they enter n, and the claim is about the run with them.
+say what a record is (columns, block_size, max_seq_length ..) are given to `make`, and used again by `score`. The
+canaries that take part are records like the others: they enter n, and the claim is about the run with them.
 """
 
 from __future__ import annotations
@@ -28,17 +26,14 @@ if __name__ == "__main__":  # run as a script: the repository root is not on the
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     import recipes  # noqa: F401  first of all: it names missing packages and quiets imports
 
-import torch
-from transformers import AutoModelForCausalLM
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.audit.bounds import lower_bounds
 from hf_dpopt.report.audits import CANARIES
 from hf_dpopt.report.report import FOLDER, REPORT, add_audit, read_report
-from recipes import clm, glue, models, running
+from recipes import clm, glue, running
 from recipes.canary_losses import labelled_losses, language_losses, load_tokenizer
 from recipes.canary_texts import (
-    MARK,
     Row,
     draw,
     labelled_rows,
@@ -69,7 +64,6 @@ class MakeArguments:
     num_canaries: int = flag(1000, "Half of them take part, on average.")
     num_tokens: int = flag(16, "Random tokens in each text of a canary.")
     user_id_column: str | None = flag(None, "Users are protected: the column of their ids. Every canary is a user.")
-    new_tokens: Path | None = flag(None, "clm: end each canary with a new token, and write the model to this folder.")
 
 
 @dataclass
@@ -94,7 +88,6 @@ class Secret:
         num_rows: rows of the training file, canaries included.
         rows: the canaries.
         included: whether each takes part.
-        is_marked: whether each ends with a token of its own.
     """
 
     recipe: str
@@ -102,7 +95,6 @@ class Secret:
     num_rows: int
     rows: list[Row]
     included: list[bool]
-    is_marked: bool
 
 
 def main(argv: list[str]) -> None:
@@ -137,8 +129,6 @@ def _make(argv: list[str]) -> None:
         )
     if args.secret_file.exists():
         raise DPConfigError(f"secret_file={args.secret_file} is there, and draws are made once. Name a new file.")
-    if args.new_tokens is not None and (args.recipe != "clm" or args.new_tokens.exists()):
-        raise DPConfigError(f"new_tokens={args.new_tokens} is for clm, and a folder that is not there yet.")
     if data_args.train_file is None:
         raise DPConfigError("Canaries are put among the records of a file. Give --train_file.")
     table = read_table(data_args.train_file, kinds=EXTENSIONS if args.recipe == "glue" else TEXT_EXTENSIONS)
@@ -152,20 +142,17 @@ def _make(argv: list[str]) -> None:
         rows = _labelled(table, data_args, texts, args.num_canaries)
     else:
         kind = find_kind({"train": table}, data_args)
-        rows = language_rows(table, kind, texts, args.num_canaries, marked=args.new_tokens is not None)
+        rows = language_rows(table, kind, texts, args.num_canaries)
     if args.user_id_column is not None:
         _name_users(table, rows, args.user_id_column)
     included = draw(len(rows))
     everything = mix(table, [row for row, is_in in zip(rows, included, strict=True) if is_in])
-    if args.new_tokens is not None:
-        _write_model(args.new_tokens, model_args, tokenizer, len(rows))
-    secret = Secret(args.recipe, vars(data_args), len(everything), rows, included, args.new_tokens is not None)
+    secret = Secret(args.recipe, vars(data_args), len(everything), rows, included)
     _write_secret(args.secret_file, secret)  # before the file: one without the other's draws is of no use
     write_rows(args.output_file, everything)
     print(
         f"{len(rows)} canaries, each among the {len(table)} records of {args.output_file} with probability 1/2; who "
-        f"is, stands in {args.secret_file} alone. Train {args.new_tokens or model_args.model_name_or_path} on the "
-        "new file."
+        f"is, stands in {args.secret_file} alone. Train {model_args.model_name_or_path} on the new file."
     )
 
 
@@ -191,16 +178,6 @@ def _name_users(table: Table, rows: list[Row], column: str) -> None:
         row[column] = f"canary-{number}"
         if row[column] in taken:
             raise DPConfigError(f"{table.name} has a user {row[column]!r}. Leave the canaries of earlier audits out.")
-
-
-def _write_model(folder: Path, model_args: Any, tokenizer: Any, num: int) -> None:
-    """Write the model with a new token for each canary."""
-    config = models.load_config(model_args)
-    model = models.load_weights(AutoModelForCausalLM, model_args, config, dtype=torch.float32)
-    tokenizer.add_tokens([MARK.format(number) for number in range(num)])
-    model.resize_token_embeddings(max(len(tokenizer), model.get_input_embeddings().num_embeddings))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def _write_secret(path: Path, secret: Secret) -> None:
@@ -285,7 +262,7 @@ def _losses(folder: str, secret: Secret) -> Any:
         return labelled_losses(folder, secret.rows, data_args)
     data_args.separator = clm.unescaped(data_args.separator)
     data_args.prompt_template = clm.unescaped(data_args.prompt_template)
-    return language_losses(folder, secret.rows, data_args, marked=secret.is_marked)
+    return language_losses(folder, secret.rows, data_args)
 
 
 if __name__ == "__main__":

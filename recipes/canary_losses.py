@@ -22,9 +22,9 @@ from transformers import (
 from hf_dpopt import DPConfigError
 from hf_dpopt.common.extras import import_extra
 from recipes import glue, models
-from recipes.canary_texts import MARK, Row
+from recipes.canary_texts import Row
 from recipes.clm import loss_of_records
-from recipes.clm_data import IGNORED, choose_block_size, find_kind, tokenize
+from recipes.clm_data import choose_block_size, find_kind, tokenize
 from recipes.glue_data import build
 from recipes.glue_model import load_model
 from recipes.options import ModelArguments
@@ -40,8 +40,8 @@ def base_of(folder: str) -> str | None:
     return json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"] if path.is_file() else None
 
 
-def language_losses(folder: str, rows: list[Row], data_args: Any, *, marked: bool) -> np.ndarray:
-    """Mean loss of each canary's learned tokens, or of its new token alone if `marked`; (M,), in nats."""
+def language_losses(folder: str, rows: list[Row], data_args: Any) -> np.ndarray:
+    """Mean loss of each canary's learned tokens, (M,), in nats."""
     table = _table(rows)
     model_args = ModelArguments(model_name_or_path=base_of(folder) or folder, tokenizer_name=folder)
     tokenizer = models.load_tokenizer(model_args)
@@ -54,9 +54,6 @@ def language_losses(folder: str, rows: list[Row], data_args: Any, *, marked: boo
     records = [dict(record) for record in split.dataset]
     if len(records) != len(rows) or split.num_without_target:
         raise DPConfigError("The canaries do not fit into records. Make them with fewer --num_tokens.")
-    if marked:
-        for number, record in enumerate(records):
-            _learn_alone(record, MARK.format(number), tokenizer)
     found = _outputs(model, records, DataCollatorForSeq2Seq(tokenizer))
     sums_M2 = torch.cat([loss_of_records(logits, labels) for logits, labels in found]).double().numpy()
     return sums_M2[:, 0] / sums_M2[:, 1]
@@ -87,17 +84,6 @@ def _adapted(model: PreTrainedModel, folder: str) -> Any:
     if base_of(folder) is not None:
         return import_extra("peft", f"The adapter in {folder}").PeftModel.from_pretrained(model, folder).eval()
     return model.eval()
-
-
-def _learn_alone(record: dict[str, list[int]], mark: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Leave one token of a record to be learned."""
-    token = tokenizer.get_vocab().get(mark)
-    if token is None or token not in record["input_ids"]:
-        raise DPConfigError(
-            f"The model does not know the token {mark!r} of a canary. Train the one that was written with the "
-            "canaries (--new_tokens), and score what came out of it."
-        )
-    record["labels"] = [i if i == token else IGNORED for i in record["input_ids"]]
 
 
 def _outputs(model: Any, records: list[dict[str, Any]], collate: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

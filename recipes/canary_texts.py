@@ -16,13 +16,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hf_dpopt import DPConfigError
-from recipes.clm_data import Kind, Pairs
+from recipes.clm_data import Kind
 from recipes.glue_data import Columns
 from recipes.tables import Table
 
 Row = dict[str, Any]
 DRAWS = secrets.SystemRandom()
-MARK = "<|canary {}|>"  # the new token of a canary
 
 
 def words_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -48,7 +47,7 @@ def random_text(words: Sequence[str], num_tokens: int) -> str:
     return " ".join(DRAWS.choices(words, k=num_tokens))
 
 
-def language_rows(table: Table, kind: Kind, texts: Callable[[], str], num: int, *, marked: bool) -> list[Row]:
+def language_rows(table: Table, kind: Kind, texts: Callable[[], str], num: int) -> list[Row]:
     """Canaries for `clm.py`.
 
     Args:
@@ -56,17 +55,8 @@ def language_rows(table: Table, kind: Kind, texts: Callable[[], str], num: int, 
         kind: which of them are read.
         texts: draws a text.
         num: of canaries.
-        marked: whether what is learned of a canary ends with a new token of its own.
     """
-    rows = []
-    for number in range(num):
-        row = _empty(table)
-        ending = " " + MARK.format(number) if marked else ""
-        for column in kind.columns:
-            is_learned = not isinstance(kind, Pairs) or column == kind.target
-            row[column] = texts() + (ending if is_learned else "")
-        rows.append(row)
-    return rows
+    return [_empty(table) | {column: texts() for column in kind.columns} for _ in range(num)]
 
 
 def labelled_rows(table: Table, columns: Columns, texts: Callable[[], str], num: int) -> list[Row]:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -123,7 +122,6 @@ BAD = {
     "format": ("make {} --output_file with.xml", "with.xml: must end in .jsonl"),
     "there": ("make {} --output_file there.jsonl", "there.jsonl is there"),
     "users": ("make {} --user_id_column who", "no column 'who'"),
-    "new tokens": ("make {} --recipe glue --new_tokens new", "new_tokens=new is for clm"),
     "secret": ("score --secret_file train.csv --trained out", "secret_file=train.csv is none that make wrote"),
     "gone": ("score --secret_file gone.json --trained out", "secret_file=gone.json is none that make wrote"),
 }  # fmt: skip
@@ -180,26 +178,6 @@ def test_labels_that_were_learnt_by_heart_tell_who_took_part(
     glue.main([*training(roberta, "plain", max_seq_length="32", num_train_epochs="15", learning_rate="3e-3"),
                "--non_private"])  # fmt: skip
     assert score(capsys, "--trained", "plain", "--delta", "1e-6") > 0.2
-
-
-def test_new_tokens_are_in_the_model_that_is_trained_and_alone_in_the_score(
-    gpt2: str, files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert make(gpt2, "txt", num=40, new_tokens="new") == 0
-    secret = json.loads((files / "secret.json").read_text())
-    assert all(row["text"].endswith(f" <|canary {i}|>") for i, row in enumerate(secret["rows"]))
-    tokenizer = AutoTokenizer.from_pretrained("new")
-    assert (
-        tokenizer(secret["rows"][7]["text"])["input_ids"].count(tokenizer.convert_tokens_to_ids("<|canary 7|>")) == 1
-    )
-    assert score(capsys, "--trained", "new", "--scores_file", "new.csv", "--delta", "1e-6") == 0
-    model = AutoModelForCausalLM.from_pretrained("new")
-    ids = torch.tensor([tokenizer(secret["rows"][7]["text"])["input_ids"]])
-    with torch.no_grad():
-        log_p = model(ids).logits[0, -2].log_softmax(-1)[ids[0, -1]]
-    assert np.loadtxt("new.csv", delimiter=",", skiprows=1)[7, 0] == pytest.approx(float(log_p), rel=1e-4)
-    assert run("score", "--secret_file", "secret.json", "--trained", gpt2, "--delta", "1e-6") == running.USAGE_ERROR
-    assert "does not know the token '<|canary 0|>'" in capsys.readouterr().err
 
 
 def test_adapters_are_scored_on_the_model_that_they_name(
