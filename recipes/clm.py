@@ -105,7 +105,6 @@ class DataTrainingArguments(options.DataArguments):
 
     train_file: str | None = options.flag(None, FILES)
     validation_file: str | None = options.flag(None, f"The same, for evaluation: {FILES}")
-    overwrite_cache: bool = options.flag(False, "As in run_clm.py; nothing is cached here.")
     block_size: int | None = options.flag(
         None, f"Most tokens of a record. Default: what the model takes, at most {DEFAULT_BLOCK_SIZE}."
     )
@@ -125,7 +124,6 @@ class DataTrainingArguments(options.DataArguments):
         "Plain text: cut each document into chunks of block_size tokens, each a record of its own. The "
         "guarantee is then about one chunk, not about a document. Default: a document is cut off at block_size.",
     )
-    packing: bool = options.flag(False, "Refused: a row that holds several records.")
     generate: bool = options.flag(
         False, "Prompts and targets: generate for the prompts of the validation set; BLEU, ROUGE-L, NIST."
     )
@@ -189,13 +187,6 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
     )
     if embedded and data_args.non_private:
         options.fill(training_args, CHOSEN)
-    if data_args.packing:
-        raise DPConfigError(
-            "packing puts several documents into one row. The row would be clipped as one record, so the guarantee "
-            "would be about rows and not about documents, and a document that is spread over rows would be weighed "
-            "several times. Remove --packing; padding is added per batch. To train on all of a long document: "
-            "--chunk_documents, which states the unit it protects."
-        )
     check_evaluation(data_args, training_args)
     if data_args.block_size is not None and data_args.block_size < 2:
         raise DPConfigError(

@@ -117,32 +117,28 @@ def choose_trained(model: PreTrainedModel, model_args: ModelArguments, task: str
     """
     if model_args.lora_r:
         return add_lora(model, model_args, task)
-    if model_args.freeze != "none":
-        freeze(model, model_args.freeze)
+    if model_args.freeze == "encoder":
+        freeze_encoder(model)
     return model
 
 
-def freeze(model: PreTrainedModel, part: str) -> None:
-    """Leave "embeddings" (all tables of tokens and positions), or the "encoder" (all but the head), as they are.
+def freeze_encoder(model: PreTrainedModel) -> None:
+    """Leave all but the head as it is.
 
     Raises:
         DPConfigError: if nothing would be left to train.
     """
-    if part == "embeddings":
-        frozen = [p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()]
-    else:
-        base = model.base_model
-        frozen = [] if base is model else list(base.parameters())
-    shared = {id(p) for p in frozen}
-    left = sum(p.numel() for p in model.parameters() if id(p) not in shared)
+    base = model.base_model
+    frozen = set() if base is model else set(base.parameters())
+    left = sum(p.numel() for p in model.parameters() if p not in frozen)
     if not frozen or not left:
         raise DPConfigError(
-            f"--freeze {part} leaves {'all' if left else 'nothing'} of {type(model).__name__} to train. Use "
+            f"--freeze encoder leaves {'all' if left else 'nothing'} of {type(model).__name__} to train. Use "
             "--lora_r 8."
         )
     for parameter in frozen:
         parameter.requires_grad_(False)
-    logger.info(f"Frozen: {part}; {left:,} parameters are trained.")
+    logger.info(f"Frozen: encoder; {left:,} parameters are trained.")
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
@@ -179,10 +175,6 @@ def add_lora(model: PreTrainedModel, model_args: ModelArguments, task: str) -> A
             f"LoRA does not fit this model: {str(error).splitlines()[0]} Name layers with --lora_target_modules, e.g. "
             "query value."
         ) from error
-    if model_args.lora_freeze_a:  # Sun et al. 2024, arXiv:2403.12313
-        for name, parameter in adapted.named_parameters():
-            if ".lora_A." in name or ".lora_embedding_A." in name:
-                parameter.requires_grad_(False)
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     logger.info(f"LoRA r={model_args.lora_r}: {trained:,} trainable parameters.")
     return adapted

@@ -19,7 +19,6 @@ from recipes.public_first import check_public
 
 ACTIONS = ("do_train", "do_eval", "do_predict")
 RUNS = Path("runs")
-FREEZE = ("none", "embeddings", "encoder")
 
 
 def flag(default: Any, help: str, choices: Collection[str] | None = None) -> Any:
@@ -51,13 +50,8 @@ class ModelArguments:
     lora_target_modules: list[str] | None = flag(
         None, "Layers that get LoRA, e.g. query value; default: all linear layers but the head."
     )
-    lora_freeze_a: bool = flag(
-        False,
-        "FFA-LoRA: the first matrix of every adapter keeps its random start and the second one is "
-        "trained, so that noise on one is not multiplied by noise on the other.",
-    )
     freeze: str = flag(
-        "none", "Parts that are not trained: embeddings, or the encoder (all but the head).", choices=FREEZE
+        "none", "Part that is not trained: the encoder (all but the head).", choices=["none", "encoder"]
     )
 
 
@@ -227,9 +221,7 @@ def check(
     if model_args.lora_r < 0:
         raise DPConfigError(f"lora_r={model_args.lora_r} is negative. Use 4 to 64, or 0 to train all parameters.")
     if model_args.lora_r and model_args.freeze != "none":
-        raise DPConfigError(f"LoRA freezes the model already. Leave --freeze {model_args.freeze} or --lora_r out.")
-    if model_args.lora_freeze_a and not model_args.lora_r:
-        raise DPConfigError("lora_freeze_a is for adapters, and there are none. Add --lora_r 8, or leave it out.")
+        raise DPConfigError("LoRA freezes the model already. Leave --freeze encoder or --lora_r out.")
     if model_args.dropout > 1 or model_args.dropout != model_args.dropout:
         raise DPConfigError(f"dropout={model_args.dropout} is not a rate. Use 0 to 1, or -1 to keep the model's own.")
     if training_args.eval_data_privacy == "private" and (data_args.non_private or training_args.do_predict):

@@ -73,7 +73,6 @@ def test_run_clm_defaults_hold_with_data_of_ones_own(gpt2_dir: str) -> None:
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
-    "packing": ({"packing": "true"}, "several documents into one row.* clipped as one record.* Remove --packing"),
     "predict": ({"do_predict": "true", "do_train": "true"}, "Use --generate"),
     "generate without evaluation": ({"generate": "true", "do_train": "true"}, "Add --do_eval"),
     "metrics on training records": ({"validation_file": "train.csv"}, "exact values of the training .* Hold out"),
