@@ -6,7 +6,7 @@ The data are public, so nothing has to be kept. B = records of a batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,14 +22,6 @@ from hf_dpopt.preclip import Identity, queries
 from hf_dpopt.run.step import write_gradients
 
 Scales = Sequence[Scale | None]
-
-
-class Preconditioner(Protocol):
-    """The part of `hf_dpopt.preclip.Preconditioning` that a run asks."""
-
-    def scales(self) -> tuple[Scale | None, ...]: ...
-
-    def receive(self, released: Released) -> Released: ...
 
 
 def seeded_keys(seed: int) -> tuple[bytes, bytes]:

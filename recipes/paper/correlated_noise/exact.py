@@ -12,13 +12,9 @@ D = coordinates, K = nodes of the quadrature.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from scipy.optimize import minimize_scalar
 from scipy.special import ellipk
-
-Spectrum = Callable[[np.ndarray], np.ndarray]
 
 
 def quadrature(slowest: float, num_panels: int = 64, order: int = 10) -> tuple[np.ndarray, np.ndarray]:
