@@ -63,7 +63,6 @@ from recipes.tables import TEXT_EXTENSIONS, Table
 
 logger = logging.getLogger("recipes.clm")
 
-COUNTS = ("max_train_samples", "max_eval_samples", "max_generate_samples", "num_beams", "max_new_tokens")
 SOURCES = ("model_name_or_path", "dataset_name", "train_file", "validation_file")
 MAX_NEW_TOKENS = 64
 FILES = "csv, tsv, json, jsonl or txt, each optionally .gz, or parquet."
@@ -192,14 +191,7 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
         raise DPConfigError(
             f"block_size={data_args.block_size} leaves nothing to predict. Use 2 or more; 64 to 1024 is usual."
         )
-    options.check(
-        model_args,
-        data_args,
-        training_args,
-        embedded=embedded,
-        data_flags="--dataset_name <name on the hub>, or --train_file and --validation_file",
-        counts=COUNTS,
-    )
+    options.check(model_args, data_args, training_args, embedded=embedded)
     data_args.separator = unescaped(data_args.separator)
     data_args.prompt_template = unescaped(data_args.prompt_template)
     return model_args, data_args, training_args

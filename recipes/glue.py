@@ -224,14 +224,7 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
         given = getattr(model_args, name) or []
         if len(set(given)) < len(given):
             raise DPConfigError(f"{name}={given} names one twice. Name each once.")
-    options.check(
-        model_args,
-        data_args,
-        training_args,
-        embedded=embedded,
-        data_flags="--task_name <GLUE task>, --dataset_name <name on the hub>, or --train_file and --validation_file",
-        counts=("max_train_samples", "max_eval_samples", "max_predict_samples", "max_seq_length"),
-    )
+    options.check(model_args, data_args, training_args, embedded=embedded)
     return model_args, data_args, training_args
 
 

@@ -170,11 +170,7 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, HeadT
     config = training_args.head_config(10**9)  # values out of range end here
     if not isinstance(config, SubspaceHeadConfig):
         config.sgd(10**9, 1.0)
-    options.check(
-        model_args, data_args, training_args, embedded=embedded,
-        data_flags="--task_name <GLUE task>, --dataset_name <name on the hub>, or --train_file and --validation_file",
-        counts=("max_train_samples", "max_eval_samples", "max_seq_length"),
-    )  # fmt: skip
+    options.check(model_args, data_args, training_args, embedded=embedded)
     return model_args, data_args, training_args
 
 

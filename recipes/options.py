@@ -182,20 +182,19 @@ def fill(training_args: DPTrainingArguments, chosen: Mapping[str, Any]) -> None:
             setattr(training_args, name, value)
 
 
-def check(
-    model_args: ModelArguments,
-    data_args: Any,
-    training_args: DPTrainingArguments,
-    *,
-    embedded: bool,
-    data_flags: str,
-    counts: tuple[str, ...],
-) -> None:
-    """What can be told to be wrong before a file is opened.
+def check_counts(args: Any, names: Collection[str] | None = None) -> None:
+    """Refuse flags below 1, of those names or of all that are integers.
 
-    Args:
-        data_flags: how data is named, for the message that there is none.
-        counts: flags whose values are positive counts or absent.
+    Raises:
+        DPConfigError: naming the first one.
+    """
+    for name, value in vars(args).items():
+        if type(value) is int and value < 1 and (names is None or name in names):
+            raise DPConfigError(f"{name}={value} is not a positive count. Use 1 or more, or leave it out.")
+
+
+def check(model_args: ModelArguments, data_args: Any, training_args: DPTrainingArguments, *, embedded: bool) -> None:
+    """What can be told to be wrong before a file is opened; integers of `data_args` are counts.
 
     Raises:
         DPConfigError: for values that are wrong or do not fit together.
@@ -208,16 +207,14 @@ def check(
             f"model_name_or_path={name!r} is not a folder. Name a model's folder, or a model on the hub."
         )
     if not embedded and data_args.embedded:
+        task = "--task_name <GLUE task>, " if hasattr(data_args, "task_name") else ""
         raise DPConfigError(
-            f"A model is given but no data. Add {data_flags}; without any of these and without a model the embedded "
-            "job runs."
+            f"A model is given but no data. Add {task}--dataset_name <name on the hub>, or --train_file and "
+            "--validation_file; without any of these and without a model the embedded job runs."
         )
     check_files(data_args, training_args)
     check_public(data_args)
-    for name in counts:
-        value = getattr(data_args, name)
-        if value is not None and value < 1:
-            raise DPConfigError(f"{name}={value} is not a positive count. Use 1 or more, or leave it out.")
+    check_counts(data_args)
     if model_args.lora_r < 0:
         raise DPConfigError(f"lora_r={model_args.lora_r} is negative. Use 4 to 64, or 0 to train all parameters.")
     if model_args.lora_r and model_args.freeze != "none":

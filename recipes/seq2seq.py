@@ -132,11 +132,7 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPSeq
         )
     clm.check_evaluation(data_args, training_args)
     data_args.prompt_template = clm.unescaped(data_args.prompt_template)
-    options.check(
-        model_args, data_args, training_args, embedded=False,
-        data_flags="--dataset_name <name on the hub>, or --train_file and --validation_file",
-        counts=(*clm.COUNTS, "max_source_length", "max_target_length"),
-    )  # fmt: skip
+    options.check(model_args, data_args, training_args, embedded=False)
     return model_args, data_args, training_args  # type: ignore[return-value]
 
 

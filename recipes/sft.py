@@ -138,9 +138,7 @@ def parse(argv: list[str]) -> tuple[DataArguments, DPSFTConfig, ModelConfig, boo
     if not is_embedded and (data_args.train_file is None or model_args.model_name_or_path is None):
         missing = "train_file" if data_args.train_file is None else "model_name_or_path"
         raise DPConfigError(f"{missing}: missing. Name a model and a training file, or neither for the embedded job.")
-    for name in ("max_train_samples", "max_eval_samples"):
-        if (value := getattr(data_args, name)) is not None and value < 1:
-            raise DPConfigError(f"{name}={value} is not a positive count. Use 1 or more, or leave it out.")
+    options.check_counts(data_args)
     return data_args, training_args, model_args, is_embedded
 
 

@@ -60,7 +60,7 @@ logger = logging.getLogger("recipes.stackoverflow")
 
 SOURCES = ("train_file", "validation_file")
 PIECES_PER_WORD = 5  # a longer text is cut
-COUNTS = ("max_words", "vocabulary_size", "num_tags", "width", "layers", "max_train_samples", "max_eval_samples")
+COUNTS = ("max_words", "vocabulary_size", "num_tags", "max_train_samples", "max_eval_samples")
 EMBEDDED: dict[str, Any] = {
     "target_epsilon": 8.0,
     "target_delta": 1e-4,
@@ -192,10 +192,8 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
             f"privacy_unit={training_args.privacy_unit!r}: this recipe protects whole users. Leave it out, or use "
             "recipes/clm.py."
         )
-    for name in COUNTS:
-        value = getattr(model_args if hasattr(model_args, name) else data_args, name)
-        if value is not None and value < 1:
-            raise DPConfigError(f"{name}={value} is not a positive count. Use 1 or more.")
+    options.check_counts(data_args, COUNTS)
+    options.check_counts(model_args, ("width", "layers"))
     if model_args.width % 32:
         raise DPConfigError(f"width={model_args.width} is no multiple of 32, the width of a head. Use 64, 96, 128 ...")
     if not embedded:

@@ -1,4 +1,4 @@
-"""Small models from public text, without a network: `python recipes/embedded/build.py <folder> [roberta | gpt2]`.
+"""Small models from public text, without a network.
 
 The tokenizers are trained on the public part of the corpus. The RoBERTa is a stock `RobertaForSequenceClassification`
 with random weights: all that it will know about the task comes from private training. The GPT-2 is a stock
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -28,10 +27,7 @@ from transformers import (
     RobertaTokenizer,
 )
 
-if __name__ == "__main__":  # run as a script: the repository root is not on the path then
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from recipes.embedded.corpus import LABELS, Corpus, read_corpus
+from recipes.embedded.corpus import LABELS, Corpus
 
 SPECIAL_TOKENS = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]  # RoBERTa's ids 0 to 4
 VOCAB_SIZE = 2048
@@ -152,17 +148,3 @@ def make_gpt2(tokenizer: GPT2Tokenizer, text: list[str], *, num_steps: int) -> G
             schedule.step()
             optimizer.zero_grad()
     return model.eval()
-
-
-BUILDERS = {"roberta": build, "gpt2": build_gpt2}
-
-
-def main() -> None:
-    kind = sys.argv[2] if len(sys.argv) == 3 else "roberta"
-    if len(sys.argv) not in (2, 3) or kind not in BUILDERS:
-        sys.exit(f"usage: python {sys.argv[0]} <folder to write> [{' | '.join(BUILDERS)}]")
-    print(BUILDERS[kind](sys.argv[1], read_corpus()))
-
-
-if __name__ == "__main__":
-    main()
