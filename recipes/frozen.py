@@ -40,13 +40,12 @@ class FeatureRows(Dataset):
         return FeatureRows(self.features, None) if "label" in names else self
 
 
-def can_train_on_features(model: PreTrainedModel, *, is_classifier: bool, unit: str) -> bool:
-    """Whether a frozen model gives features that stand for its inputs: labels, records as units, and float32.
+def can_train_on_features(model: PreTrainedModel, unit: str) -> bool:
+    """Whether features of a frozen model stand for its inputs: records as units, and float32.
 
     In bfloat16 rounding depends on the other records of a batch; such a model is trained over its inputs.
     """
-    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    return is_classifier and unit != "user" and kinds == {torch.float32}
+    return unit != "user" and {p.dtype for p in model.parameters() if p.is_floating_point()} == {torch.float32}
 
 
 def feature_splits(

@@ -156,14 +156,11 @@ def main(argv: list[str]) -> None:
         start_head(model, splits["train"], collate, training_args, model_args.warm_start_epsilon)
     model = choose_trained(model, model_args, "SEQ_CLS")
     if SPLIT in splits:
-        learn_public(model, splits[SPLIT], collate, training_args, data_args)
+        learn_public(model, splits.pop(SPLIT), collate, training_args, data_args)
     inputs: dict[str, Any] = splits
-    can_be_features = can_train_on_features(
-        model, is_classifier=data.labels is not None, unit=training_args.privacy_unit
-    )
-    if model_args.freeze == "encoder" and is_pooled(model.config) and can_be_features:
-        needed = {name: split for name, split in splits.items() if name != SPLIT}
-        inputs = feature_splits(model, needed, collate, training_args, is_private=not data_args.non_private)
+    is_frozen = model_args.freeze == "encoder" and is_pooled(model.config) and data.labels is not None
+    if is_frozen and can_train_on_features(model, training_args.privacy_unit):
+        inputs = feature_splits(model, splits, collate, training_args, is_private=not data_args.non_private)
         collate = default_data_collator
     compute_metrics = metrics_of(data_args.task_name, is_regression=data.labels is None)
     trainer_class = Trainer if data_args.non_private else DPTrainer

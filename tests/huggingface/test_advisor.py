@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig
+from recipes.prompt_model import PromptConfig, PromptForSequenceClassification
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
 from hf_dpopt.huggingface import advice_log as module
@@ -16,7 +17,6 @@ from hf_dpopt.huggingface.advisor import Trained, read_advised
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.plan import advice
 from hf_dpopt.plan.outlook import SIGNAL, signal_of
-from recipes.prompt_model import PromptConfig, PromptForSequenceClassification
 from recipes.warm_start import HeadForSequenceClassification
 from tests.tiny import arguments, collate, model, records, trainer
 

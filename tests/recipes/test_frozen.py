@@ -126,14 +126,8 @@ def test_regression_on_pairs_is_trained_over_its_inputs(model_dir: str, files: P
 
 
 @pytest.mark.parametrize(
-    ("dtype", "is_classifier", "unit", "answer"),
-    [
-        (torch.float32, True, "example", True),
-        (torch.bfloat16, True, "example", False),
-        (torch.float32, False, "example", False),
-        (torch.float32, True, "user", False),
-    ],
+    ("dtype", "unit", "answer"),
+    [(torch.float32, "example", True), (torch.bfloat16, "example", False), (torch.float32, "user", False)],
 )
-def test_what_is_trained_on_features(dtype, is_classifier, unit, answer) -> None:
-    model = torch.nn.Linear(2, 2).to(dtype)
-    assert can_train_on_features(model, is_classifier=is_classifier, unit=unit) is answer
+def test_what_is_trained_on_features(dtype, unit, answer) -> None:
+    assert can_train_on_features(torch.nn.Linear(2, 2).to(dtype), unit) is answer
