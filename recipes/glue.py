@@ -54,7 +54,7 @@ from recipes.glue_model import load_model, save_merged
 from recipes.models import choose_trained
 from recipes.pooled_model import WAYS, is_pooled
 from recipes.public_first import SPLIT, learn_public
-from recipes.warm_start import fill_start, mention_start, start_head
+from recipes.warm_start import fill_start, start_head
 
 logger = logging.getLogger("recipes.glue")
 
@@ -148,7 +148,6 @@ def main(argv: list[str]) -> None:
 
     data = load_data(model_args, data_args, training_args)
     tokenizer, model = load_model(model_args, data)
-    mention_start(model_args, data_args, training_args, model.config, data)
     splits = tokenize(data, tokenizer, model, data_args, training_args)
     collate = default_data_collator if data_args.pad_to_max_length else DataCollatorWithPadding(tokenizer)
     if model_args.warm_start_epsilon is not None and training_args.do_train:

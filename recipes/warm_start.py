@@ -39,15 +39,9 @@ logger = logging.getLogger(__name__)
 FOLDER = "warm_start"
 MARK = "belongs_to.json"
 NORM = FEATURE_NORM  # of the features in training; those of a layer after a tanh are up to sqrt(H) long
-
-
 SHARE = 0.25  # of epsilon: on SST-2 it adds 1.3 % (epsilon 8) and 1.1 % (epsilon 3) to the noise of what follows
 LAYERS = 3  # the last ones: on SST-2 a head on them is 3 to 7 points ahead of one on a single state
 CLIP = 0.5  # signal over clip is larger than at 1, and noise over clip is the same (docs/results.md)
-WORTH = (
-    "Start: --start pooled would train a linear head first, for a quarter of epsilon. On SST-2 with LoRA at epsilon 8 "
-    "it gave 84.6 % in 0.75 passes and 86.1 % in 9; without it 3 passes gave 84.1 % (docs/results.md)."
-)
 
 # --- the start ---------------------------------------------------------------------------------------------------
 
@@ -82,17 +76,6 @@ def _others(model_args: Any, data_args: Any, training_args: DPTrainingArguments)
         "--tuned_runs": training_args.tuned_runs is not None,
     }
     return [flag for flag, is_given in others.items() if is_given]
-
-
-def mention_start(
-    model_args: Any, data_args: Any, training_args: DPTrainingArguments, config: Any, data: ClassificationData
-) -> None:
-    """Say in a line of the log that there is such a start, where it fits as it was measured and was not asked for."""
-    is_open = model_args.start == "model" and model_args.warm_start_epsilon is None and training_args.do_train
-    is_measured = model_args.lora_r > 0 and training_args.target_epsilon is not None and data.labels is not None
-    if is_open and is_measured and not is_pooled(config) and not getattr(config, "is_encoder_decoder", False):
-        if not _others(model_args, data_args, training_args):
-            logger.info(WORTH)
 
 
 def fill_pooling(model_args: Any, config: Any, tokenizer: PreTrainedTokenizerBase, data: ClassificationData) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import types
 
 import pytest
@@ -12,7 +11,7 @@ from hf_dpopt import DPConfigError
 from recipes import glue
 from recipes.glue import parse
 from recipes.pooled_model import PooledConfig
-from recipes.warm_start import fill_pooling, fill_start, mention_start
+from recipes.warm_start import fill_pooling, fill_start
 
 FLAGS = {"--model_name_or_path": "some/model", "--task_name": "sst2", "--target_epsilon": "8", "--lora_r": "8",
          "--start": "pooled", "--use_cpu": "true", "--report_to": "none"}  # fmt: skip
@@ -95,35 +94,6 @@ def test_a_head_that_was_saved_with_the_model_is_kept():
 def test_what_does_not_go_together_is_refused(changes, words):
     with pytest.raises(DPConfigError, match=f"start='pooled' .*{words}"):
         parsed(**changes)
-
-
-BERT = types.SimpleNamespace(model_type="bert", is_encoder_decoder=False)
-SCORES = types.SimpleNamespace(labels=None)
-
-
-@pytest.mark.parametrize(
-    "changes, config, data, is_said",
-    [
-        ({}, BERT, LABELLED, True),
-        ({"start": "pooled"}, BERT, LABELLED, False),
-        ({"target_epsilon": None, "noise_multiplier": "1"}, BERT, LABELLED, False),
-        ({}, BERT, SCORES, False),
-        ({}, types.SimpleNamespace(model_type=PooledConfig.model_type), LABELLED, False),
-    ],
-    ids=str,
-)
-def test_the_log_names_it_where_it_fits_and_was_not_asked_for(caplog, changes, config, data, is_said):
-    caplog.set_level(logging.INFO)
-    given = parse(
-        [part for name, value in (FLAGS | {"--start": None} | {f"--{n}": v for n, v in changes.items()}).items()
-         if value is not None for part in (name, *value.split())]
-    )  # fmt: skip
-    mention_start(*given, config, data)
-    assert [
-        r.getMessage().startswith("Start: --start pooled would train")
-        for r in caplog.records
-        if r.name.startswith("recipes")
-    ] == [True] * is_said
 
 
 def test_scores_have_no_such_head():
