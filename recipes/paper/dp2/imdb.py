@@ -174,7 +174,7 @@ def refreshes(task: Task, hyper: Hyper, sigma: float) -> list[torch.Tensor]:
     """sqrt(v) of the words at every refresh of D, float64."""
     found = []
 
-    def observe(step: int, preclip: Any, model: torch.nn.Linear) -> None:
+    def observe(step: int, preclip: Any) -> None:
         if step % (2 * DELAY) == DELAY:
             found.append(preclip.moment.diagonal()["weight"].detach().flatten().double())
 

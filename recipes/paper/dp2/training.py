@@ -28,7 +28,7 @@ TUNING_SEED = 1000  # its runs choose hyper-parameters and are not reported
 LAST = 4  # evaluations at the end of a run that choose, as in the authors' code; one alone is noisy
 
 Hyper = dict[str, Any]  # rate, clip, and where they apply: rate_adaptive, clip_adaptive, eps, beta
-Observer = Callable[[int, Preconditioning, torch.nn.Linear], None]
+Observer = Callable[[int, Preconditioning], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,6 @@ class Outcome:
     tuning: list[float]
     test: list[float]
     model: torch.nn.Linear
-    signal_to_noise: float  # norm of the clipped sum / norm of its noise, root mean square over the second half
 
 
 def public_gradients(task: Task, model: torch.nn.Linear) -> PublicGradients:
@@ -132,7 +131,7 @@ def train_once(
     keys: tuple[bytes, bytes],
     *,
     evaluate_every: int,
-    observe: Observer = lambda step, preclip, model: None,
+    observe: Observer = lambda step, preclip: None,
 ) -> Outcome:
     """One private run."""
     model = task.model()
@@ -149,18 +148,13 @@ def train_once(
     steps = PrivateSteps(plan, EngineSums(engine, parts), keys=keys, start=start)
     chain = [PublicMirrorDescent(public, num_steps=plan.num_steps)] if method.mirror else []
     optimizer = make_optimizer(method.optimizer, hyper, model.parameters())
-    outcome = Outcome([], [], [], model, 0.0)
-    signals, noises = 0.0, 0.0
+    outcome = Outcome([], [], [], model)
     for step in descend(steps, engine, optimizer, plan.num_steps, chain):
-        if step > plan.num_steps // 2:
-            signals += sum(float(mean.square().sum()) for mean in steps.before.values())
-            noises += steps.stddev**2 * sum(mean.numel() for mean in steps.before.values())
-        observe(step, steps.preconditioner, model)
+        observe(step, steps.preconditioner)
         if step % evaluate_every == 0 or step == plan.num_steps:
             outcome.steps.append(step)
             outcome.tuning.append(task.accuracy(model, task.tuning))
             outcome.test.append(task.accuracy(model, task.test))
-    outcome.signal_to_noise = (signals / noises) ** 0.5 if noises else 0.0
     return outcome
 
 
@@ -180,7 +174,6 @@ class Runs:
         return {
             "epsilon": plan.epsilon(), "noise_multiplier": plan.noise_multiplier, "steps": outcome.steps,
             "tuning": [round(a, 5) for a in outcome.tuning], "test": [round(a, 5) for a in outcome.test],
-            "signal_to_noise": round(outcome.signal_to_noise, 5),
         }  # fmt: skip
 
     def tune(self, method: str, setting: Setting, candidates: Sequence[Hyper] = ()) -> Hyper:
@@ -198,8 +191,6 @@ class Runs:
             "task": self.task.name, "method": method, "hyper": hyper, "epsilon": runs[0]["epsilon"],
             "noise_multiplier": runs[0]["noise_multiplier"], "mean": float(np.mean(test)),
             "std": float(np.std(test, ddof=1)) if num_seeds > 1 else 0.0, "test": test.tolist(),
-            "area": float(curves.mean()),
-            "signal_to_noise": float(np.mean([run["signal_to_noise"] for run in runs])),
             "_steps": runs[0]["steps"], "_curves": curves,
         }  # fmt: skip
 
