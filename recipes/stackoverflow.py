@@ -41,6 +41,7 @@ from transformers import AutoModelForCausalLM, Trainer
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
 from hf_dpopt.huggingface.refusals.training_arguments import check_arguments
 from recipes import models, options, processes, running, stackoverflow_synthetic
+from recipes.public_first import learn_public
 from recipes.stackoverflow_data import (
     TOKENS,
     Collator,
@@ -53,7 +54,7 @@ from recipes.stackoverflow_data import (
     text_of,
 )
 from recipes.stackoverflow_files import convert
-from recipes.stackoverflow_model import TagModel, first_learn, language_model, tag_losses, tag_metrics, word_metrics
+from recipes.stackoverflow_model import TagModel, language_model, tag_losses, tag_metrics, word_metrics
 from recipes.tables import TEXT_EXTENSIONS, read_table
 
 logger = logging.getLogger("recipes.stackoverflow")
@@ -115,7 +116,8 @@ class DataTrainingArguments:
     num_tags: int = options.flag(500, "Tags that are predicted: the first of tags_file.")
     vocabulary_size: int = options.flag(10_000, "Words that have an id of their own.")
     max_words: int = options.flag(20, "Words of a text that are used.")
-    public_steps: int = options.flag(0, "Steps of ordinary training on the public texts first; next_word only.")
+    public_epochs: float = options.flag(0.0, "Passes of ordinary training over public_file first; next_word only.")
+    public_learning_rate: float = options.flag(3e-3, "Of that training.")
     converted_dir: str | None = options.flag(
         None, "Folder for the records as ids; default: next to the file. Keep it private."
     )
@@ -148,9 +150,9 @@ def main(argv: list[str]) -> None:
     tell_of_shared_users(splits, user)
     pieces = encoder if isinstance(encoder, Pieces) else None
     collate = Collator(len(encoder.tags) if isinstance(encoder, Tags) else 0)
-    if data_args.public_steps and vocabulary is not None:
-        known = [vocabulary.sentence(text, data_args.max_words) for text in public_texts]
-        first_learn(model, known, collate, data_args.public_steps)
+    if data_args.public_epochs and vocabulary is not None:
+        known = [{"input_ids": vocabulary.sentence(text, data_args.max_words)} for text in public_texts]
+        learn_public(model, known, collate, training_args, data_args)
     trainer = DPTrainer(
         model=model,
         args=training_args,
@@ -206,14 +208,14 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
             )
         if data_args.task == "tags" and not data_args.tags_file:
             raise DPConfigError("Tags are published with the model. Give --tags_file <public tags>.")
-        if data_args.public_steps and (data_args.task == "tags" or not data_args.public_file):
+        if data_args.public_epochs and (data_args.task == "tags" or not data_args.public_file):
             raise DPConfigError(
-                "public_steps trains the next word on public texts. Add --public_file, or leave public_steps out."
+                "public_epochs trains the next word on public texts. Add --public_file, or leave public_epochs out."
             )
-    if model_args.model_name_or_path and (data_args.task == "tags" or data_args.public_steps):
+    if model_args.model_name_or_path and (data_args.task == "tags" or data_args.public_epochs):
         raise DPConfigError(
-            "model_name_or_path: a pretrained model predicts the next word and needs no public steps. Leave out "
-            "--task tags and --public_steps, or the model."
+            "model_name_or_path: a pretrained model predicts the next word and needs no public texts. Leave out "
+            "--task tags and --public_epochs, or the model."
         )
     if model_args.lora_r and not model_args.model_name_or_path:
         raise DPConfigError("lora_r adapts a pretrained model. Add --model_name_or_path gpt2, or leave --lora_r out.")

@@ -20,7 +20,6 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from recipes.stackoverflow_data import BEGIN, END, IGNORED, PAD, UNKNOWN, Collator, Pieces
 
 RECALL_AT = 5
-PUBLIC_RATE = 3e-3
 
 
 def language_model(vocabulary_size: int, *, width: int, layers: int, max_words: int) -> GPT2LMHeadModel:
@@ -32,23 +31,6 @@ def language_model(vocabulary_size: int, *, width: int, layers: int, max_words: 
             eos_token_id=END, pad_token_id=PAD,
         )
     )  # fmt: skip
-
-
-def first_learn(
-    model: GPT2LMHeadModel,
-    sentences: Sequence[list[int]],
-    collate: Collator,
-    num_steps: int,
-) -> None:
-    """Ordinary training on public sentences, batches of 64, Adam with a rate that falls to 0."""
-    rng, optimizer = np.random.default_rng(0), torch.optim.AdamW(model.parameters(), lr=PUBLIC_RATE)
-    for step in range(num_steps):
-        optimizer.param_groups[0]["lr"] = PUBLIC_RATE * (1 - step / num_steps)
-        rows = rng.choice(len(sentences), min(64, len(sentences)), replace=False)
-        optimizer.zero_grad()
-        model(**collate([{"input_ids": sentences[i]} for i in rows])).loss.backward()
-        optimizer.step()
-    optimizer.zero_grad()
 
 
 class TagModel(nn.Module):

@@ -576,12 +576,15 @@ def test_users_in_both_sets_are_told_of(files, caplog, capsys):
     assert "Some users are in the training and in the validation set" in caplog.text
 
 
-def test_public_steps_come_before_privacy(files, capsys):
+def test_public_texts_come_before_privacy(files, capsys):
     (files / "public.txt").write_text("\n".join(row["tokens"] for row in ROWS))
-    before = {"public_file": "public.txt", "public_steps": "100", "max_steps": "1", "learning_rate": "0"}
+    before = {"public_file": "public.txt", "public_epochs": "40", "max_steps": "1", "learning_rate": "0"}
     assert stackoverflow.run(arguments(**before)) == 0, capsys.readouterr().err
     learned = json.loads((files / "out" / "all_results.json").read_text())["eval_perplexity"]
     assert learned < 4  # of 8 words, before
+    assert (
+        "trained on 24 records of a file that was declared public" in (files / "out/privacy/statement.md").read_text()
+    )
 
 
 REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
@@ -599,5 +602,5 @@ REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     "an odd width": ({"width": "50"}, "multiple of 32"),
     "another unit": ({"privacy_unit": "example"}, "privacy_unit='example': this recipe protects whole users"),
     "no words": ({"max_words": "0"}, "max_words=0"),
-    "public steps without public text": ({"public_steps": "5"}, "Add --public_file"),
+    "public passes without public text": ({"public_epochs": "5"}, "Add --public_file"),
 }
