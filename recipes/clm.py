@@ -20,6 +20,7 @@ B = records, T = tokens, V = vocabulary.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import sys
@@ -64,7 +65,6 @@ from recipes.tables import TEXT_EXTENSIONS, Table
 logger = logging.getLogger("recipes.clm")
 
 SOURCES = ("model_name_or_path", "dataset_name", "train_file", "validation_file")
-MAX_NEW_TOKENS = 64
 FILES = "csv, tsv, json, jsonl or txt, each optionally .gz, or parquet."
 
 # Batch and learning rate of the embedded job are those of the advisor.
@@ -99,20 +99,32 @@ class ModelArguments(options.ModelArguments):
 
 
 @dataclass
-class DataTrainingArguments(options.DataArguments):
-    """Which data, what a record is, and which of its tokens are learned."""
+class PairArguments(options.DataArguments):
+    """Which prompts and targets, and what is generated."""
 
     train_file: str | None = options.flag(None, FILES)
     validation_file: str | None = options.flag(None, f"The same, for evaluation: {FILES}")
-    block_size: int | None = options.flag(
-        None, f"Most tokens of a record. Default: what the model takes, at most {DEFAULT_BLOCK_SIZE}."
-    )
     prompt_column: str | None = options.flag(
         None, "Column of the prompts, if it is not recognised; the loss is on the target."
     )
     target_column: str | None = options.flag(None, "Column of the text to learn for a prompt.")
     prompt_template: str | None = options.flag(
-        None, "How a prompt is made from columns, e.g. '{instruction}\\n{input}'. Default: the column."
+        None, "How a prompt is made from columns, e.g. 'summarize: {article}\\n'. Default: the column."
+    )
+    generate: bool = options.flag(
+        False, "Prompts and targets: generate for the prompts of the validation set; BLEU, ROUGE-L, NIST."
+    )
+    num_beams: int = options.flag(1, "Beams of the search that generates; 1 is greedy.")
+    max_new_tokens: int = options.flag(64, "Most tokens to generate for a prompt.")
+    max_generate_samples: int | None = options.flag(None, "Only the first so many different prompts.")
+
+
+@dataclass
+class DataTrainingArguments(PairArguments):
+    """Which data, what a record is, and which of its tokens are learned."""
+
+    block_size: int | None = options.flag(
+        None, f"Most tokens of a record. Default: what the model takes, at most {DEFAULT_BLOCK_SIZE}."
     )
     separator: str = options.flag("\\n", "Between prompt and target; \\n is a new line.")
     text_column: str | None = options.flag(
@@ -123,53 +135,86 @@ class DataTrainingArguments(options.DataArguments):
         "Plain text: cut each document into chunks of block_size tokens, each a record of its own. The "
         "guarantee is then about one chunk, not about a document. Default: a document is cut off at block_size.",
     )
-    generate: bool = options.flag(
-        False, "Prompts and targets: generate for the prompts of the validation set; BLEU, ROUGE-L, NIST."
-    )
-    num_beams: int = options.flag(1, "Beams of the search that generates; 1 is greedy.")
-    max_new_tokens: int = options.flag(MAX_NEW_TOKENS, "Most tokens to generate for a prompt.")
-    max_generate_samples: int | None = options.flag(None, "Only the first so many different prompts.")
 
 
 def main(argv: list[str]) -> None:
     """The whole run, in the order of run_clm.py."""
     start = time.monotonic()
-    model_args, data_args, training_args = parse(argv)
+    model_args, data_args, training_args = arguments = parse(argv)
     running.set_up(training_args)
     running.check_evaluates_exactly(training_args)
     tables = load_tables(model_args, data_args, training_args)
     kind = find_kind(tables, data_args, users_in(data_args, training_args))
     tokenizer, model = load_model(model_args)
+    block_size = choose_block_size(data_args.block_size, tokenizer, model)
+    lines = finetune(
+        model, tokenizer, tables, kind, block_size, arguments, trainers=(DPTrainer, Trainer), task="CAUSAL_LM",
+        tag="text-generation",
+    )  # fmt: skip
+    if training_args.process_index == 0:
+        lines += running.closing_lines(training_args, start)
+        print(running.result_text(lines) + (f"\n{NEXT_STEPS}" if data_args.embedded else ""))
+
+
+def finetune(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tables: dict[str, Table],
+    kind: Kind,
+    block_size: int,
+    arguments: tuple[ModelArguments, Any, DPTrainingArguments],
+    *,
+    trainers: tuple[type, type],
+    task: str,
+    tag: str,
+    shifted: bool = True,
+) -> list[tuple[str, str]]:
+    """Train, evaluate and generate as the flags say; the same for models with an encoder.
+
+    Args:
+        kind: makes records of the rows of `tables`.
+        block_size: most tokens of a record, or of its target.
+        arguments: of model, data and training.
+        trainers: the private one, and the stock one for --non_private.
+        task: name of a `peft.TaskType`.
+        tag: task of the model card.
+        shifted: see `loss_of_records`.
+
+    Returns:
+        The last lines of the run.
+    """
+    model_args, data_args, training_args = arguments
     if data_args.generate:
         most_prompt_tokens(tokenizer, model, data_args.max_new_tokens)
-    block_size = choose_block_size(data_args.block_size, tokenizer, model)
     declare_unit(kind, block_size, training_args)
     splits = tokenize_splits(tables, kind, tokenizer, data_args, training_args, block_size)
-    model = models.choose_trained(model, model_args, "CAUSAL_LM")
-    collate = DataCollatorForSeq2Seq(tokenizer)  # pads labels, too, and on the right, as the tokenizer was told
+    model = models.choose_trained(model, model_args, task)
+    collate = DataCollatorForSeq2Seq(tokenizer, model=model)  # pads labels, too, on the side of the tokenizer
     if SPLIT in splits:
         learn_public(model, splits[SPLIT].dataset, collate, training_args, data_args)
 
     # The stock Trainer minimises the mean over all target tokens of a batch; DPTrainer the mean over records of each
     # record's mean, as no record may depend on the lengths of others. On records of like length the two are alike.
-    trainer_class = Trainer if data_args.non_private else DPTrainer
-    trainer = trainer_class(
+    private_trainer, stock_trainer = trainers
+    trainer = (stock_trainer if data_args.non_private else private_trainer)(
         model=model,
         args=training_args,
         train_dataset=splits["train"].dataset if training_args.do_train else None,
         eval_dataset=splits["validation"].dataset if training_args.do_eval else None,
         compute_metrics=perplexity_metrics,
-        preprocess_logits_for_metrics=loss_of_records,
+        preprocess_logits_for_metrics=functools.partial(loss_of_records, shifted=shifted),
         processing_class=tokenizer,
         data_collator=collate,
     )
-    results = train_and_evaluate(trainer, tables, kind, tokenizer, data_args, training_args)
+    if training_args.do_train:
+        running.train(trainer, training_args)
+    results = evaluate(trainer) if training_args.do_eval else {}
+    if data_args.generate:
+        assert isinstance(kind, Pairs)
+        results |= write_generations(trainer, tables["validation"], kind, tokenizer, data_args, training_args)
     finetuned_from = None if data_args.embedded else model_args.model_name_or_path
-    running.publish(trainer, training_args, finetuned_from=finetuned_from, tasks="text-generation")
-    if trainer.is_world_process_zero():
-        lines = summary(trainer, tables, splits, kind, block_size, results, model_args)
-        lines += running.closing_lines(training_args, start)
-        print(running.result_text(lines) + (f"\n{NEXT_STEPS}" if data_args.embedded else ""))
+    running.publish(trainer, training_args, finetuned_from=finetuned_from, tasks=tag)
+    return summary(trainer, tables, splits, kind, block_size, results, model_args)
 
 
 # --- flags -----------------------------------------------------------------------------------------------------------
@@ -315,24 +360,6 @@ def tokenize_splits(
 def users_in(data_args: Any, training_args: DPTrainingArguments) -> str | None:
     """The column of the training table that tells users apart, if they are protected."""
     return None if data_args.non_private else training_args.user_id_column
-
-
-def train_and_evaluate(
-    trainer: Trainer,
-    tables: dict[str, Table],
-    kind: Kind,
-    tokenizer: PreTrainedTokenizerBase,
-    data_args: Any,
-    training_args: DPTrainingArguments,
-) -> dict[str, float]:
-    """What the actions ask for, in their order; the metrics of evaluation and generation."""
-    if training_args.do_train:
-        running.train(trainer, training_args)
-    results = evaluate(trainer) if training_args.do_eval else {}
-    if data_args.generate:
-        assert isinstance(kind, Pairs)
-        results |= write_generations(trainer, tables["validation"], kind, tokenizer, data_args, training_args)
-    return results
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------

@@ -13,8 +13,6 @@ not here is shared with `clm.py`.
 
 from __future__ import annotations
 
-import functools
-import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +27,6 @@ if __name__ == "__main__":  # run as a script: the repository root is not on the
 import torch
 from transformers import (
     AutoModelForSeq2SeqLM,
-    DataCollatorForSeq2Seq,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Seq2SeqTrainer,
@@ -37,7 +34,7 @@ from transformers import (
 
 from hf_dpopt import DPConfigError, DPSeq2SeqTrainer, DPSeq2SeqTrainingArguments
 from recipes import clm, models, options, processes, running, sources
-from recipes.clm import ModelArguments, loss_of_records, perplexity_metrics
+from recipes.clm import ModelArguments
 from recipes.clm_data import (
     IGNORED,
     Pairs,
@@ -47,69 +44,35 @@ from recipes.clm_data import (
     named_pair,
     recognised_pairs,
 )
-from recipes.generation import most_prompt_tokens
-from recipes.public_first import SPLIT, learn_public
 from recipes.tables import TEXT_EXTENSIONS, Table, columns_in
-
-logger = logging.getLogger("recipes.seq2seq")
 
 FLAGS = "--model_name_or_path t5-small --train_file train.csv --validation_file dev.csv --target_epsilon 8"
 
 
 @dataclass
-class DataTrainingArguments(options.DataArguments):
-    """Which data, and how much of each record."""
+class DataTrainingArguments(clm.PairArguments):
+    """Which sources (prompts) and targets, and how much of each record."""
 
-    train_file: str | None = options.flag(None, clm.FILES)
-    validation_file: str | None = options.flag(None, f"The same, for evaluation: {clm.FILES}")
-    prompt_column: str | None = options.flag(None, "Column of the sources, if not recognised.")
-    target_column: str | None = options.flag(None, "Column of the text to learn for a source.")
-    prompt_template: str | None = options.flag(
-        None, "How a source is made from columns, e.g. 'summarize: {article}'. Default: the column."
-    )
     max_source_length: int = options.flag(1024, "Most tokens of a source; the rest is cut.")
     max_target_length: int = options.flag(128, "Most tokens of a target; the rest is cut.")
-    generate: bool = options.flag(False, "Generate for the sources of the validation set; BLEU, ROUGE-L, NIST.")
-    num_beams: int = options.flag(1, "Beams of the search that generates; 1 is greedy.")
-    max_new_tokens: int = options.flag(clm.MAX_NEW_TOKENS, "Most tokens to generate for a source.")
-    max_generate_samples: int | None = options.flag(None, "Only the first so many different sources.")
 
 
 def main(argv: list[str]) -> None:
     """The whole run, in the order of clm.py."""
     start = time.monotonic()
-    model_args, data_args, training_args = parse(argv)
+    model_args, data_args, training_args = arguments = parse(argv)
     running.set_up(training_args)
     running.check_evaluates_exactly(training_args)
     tables = sources.load_used(model_args, data_args, training_args, kinds=TEXT_EXTENSIONS)
     tokenizer, model = load_model(model_args)
-    if data_args.generate:
-        most_prompt_tokens(tokenizer, model, data_args.max_new_tokens)
     for name in ("max_source_length", "max_target_length"):
         setattr(data_args, name, choose_block_size(getattr(data_args, name), tokenizer, model, name))
     kind = find_pairs(tables, data_args, clm.users_in(data_args, training_args))
-    clm.declare_unit(kind, data_args.max_target_length, training_args)
-    splits = clm.tokenize_splits(tables, kind, tokenizer, data_args, training_args, data_args.max_target_length)
-    model = models.choose_trained(model, model_args, "SEQ_2_SEQ_LM")
-    collate = DataCollatorForSeq2Seq(tokenizer, model=model)  # makes what a smoothed evaluation loss needs
-    if SPLIT in splits:
-        learn_public(model, splits[SPLIT].dataset, collate, training_args, data_args)
-
-    trainer_class = Seq2SeqTrainer if data_args.non_private else DPSeq2SeqTrainer
-    trainer = trainer_class(
-        model=model,
-        args=training_args,
-        train_dataset=splits["train"].dataset if training_args.do_train else None,
-        eval_dataset=splits["validation"].dataset if training_args.do_eval else None,
-        compute_metrics=perplexity_metrics,
-        preprocess_logits_for_metrics=functools.partial(loss_of_records, shifted=False),
-        processing_class=tokenizer,
-        data_collator=collate,
-    )
-    results = clm.train_and_evaluate(trainer, tables, kind, tokenizer, data_args, training_args)
-    running.publish(trainer, training_args, finetuned_from=model_args.model_name_or_path, tasks="text2text-generation")
-    if trainer.is_world_process_zero():
-        lines = clm.summary(trainer, tables, splits, kind, data_args.max_target_length, results, model_args)
+    lines = clm.finetune(
+        model, tokenizer, tables, kind, data_args.max_target_length, arguments,
+        trainers=(DPSeq2SeqTrainer, Seq2SeqTrainer), task="SEQ_2_SEQ_LM", tag="text2text-generation", shifted=False,
+    )  # fmt: skip
+    if training_args.process_index == 0:
         print(running.result_text(lines + running.closing_lines(training_args, start)))
 
 
