@@ -40,7 +40,7 @@ class OptionalFolder(Folder):
 
 
 def experiment(
-    name: str | Callable[[argparse.Namespace], str],
+    name: str,
     compute: Callable[[argparse.Namespace], dict[str, Any]],
     plot: Callable[[dict[str, Any], Path], None] | None = None,
     **options: Any,
@@ -48,7 +48,7 @@ def experiment(
     """Return the command of an experiment: it computes, and writes ``<name>.json`` and ``<name>.png``.
 
     Args:
-        name: of the files, or what makes it of the options.
+        name: of the files.
         compute: makes the numbers of the options. Entries whose name begins with "_" are for the plot alone.
         plot: draws the numbers.
         options: name -> default. A list takes several values, a tuple several of its own; a `Folder` must be given.
@@ -77,7 +77,7 @@ def experiment(
             "python": platform.python_version(),
             **{package: version(package) for package in PACKAGES},
         }
-        path = given.output_dir / f"{name if isinstance(name, str) else name(given)}.json"
+        path = given.output_dir / f"{name}.json"
         path.write_text(json.dumps(about | _public(numbers), indent=1) + "\n", encoding="utf-8")
         if plot is not None:
             plot(numbers, path.with_suffix(".png"))
