@@ -19,12 +19,29 @@ from hf_dpopt.report import read_report
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.sampling import SAMPLERS
 from tests import tiny
-from tests.fuzz.files import spoil
 from tests.refusals.test_bad_input import _charged
 
 PoissonSampler = SAMPLERS["poisson"]
 
 DAMAGED = ("emptied", "{", "5", "[]", "unreadable text", "NaN", "brackets", "a folder")
+
+
+def spoil(path, way):
+    """Damage one file."""
+    content, mode = path.read_bytes(), path.stat().st_mode
+    path.unlink()
+    if way == "a folder":
+        path.mkdir()
+    elif way != "deleted":
+        spoilt = {
+            "emptied": b"",
+            "cut in half": content[: len(content) // 2],
+            "brackets": b"[" * 100_000,  # more than a reader of JSON can follow
+            "unreadable text": b"\xff\xfe" + content,
+            "last byte changed": content[:-2] + bytes((byte + 1) % 256 for byte in content[-2:-1]) + content[-1:],
+        }
+        path.write_bytes(spoilt.get(way, way.encode()))
+        path.chmod(mode)
 
 
 @pytest.fixture(scope="module")

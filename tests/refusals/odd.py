@@ -1,23 +1,20 @@
-"""Datasets, collators and models that no trainer expects."""
+"""Values, datasets, collators and models that no trainer expects."""
 
 from __future__ import annotations
 
 import copy
+import decimal
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import strategies as st
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from tests import tiny
-from tests.fuzz.arguments import train
-from tests.fuzz.outcome import Case
 
 ROWS, CALLS = tiny.records(), itertools.count()
 
@@ -74,7 +71,26 @@ def _columns() -> dict[str, Any]:
     return {name: [row[name] for row in ROWS] for name in ROWS[0]}
 
 
-VALUES: tuple[Any, ...] = (
+NUMBERS: tuple[Any, ...] = (
+    0, 1, -1, 2, 3, 7, 99, 10**6, 10**9, 10**12, 2**31, 2**63, 10**30, -(10**9), 0.0, -0.0, 0.5, 0.999, 1.5, 1e-300,
+    5e-324, 1e-9, 1e9, 1e300, -1e300, math.inf, -math.inf, math.nan, True, False,
+)  # fmt: skip
+TEXTS: tuple[Any, ...] = (
+    "", " ", "8", "nan", "inf", "1e9", "-1", "abc", "none", "None", "auto", "ε∞", "a" * 5000, "\x00", "a\nb", "../..",
+    "{", "[]", "{}", "null", '{"a": 1}', "'; DROP", "True",
+)  # fmt: skip
+OBJECTS: tuple[Any, ...] = (
+    None, [], [1], [None], {}, {"a": 1}, {1: 2}, (), (1, 2), set(), b"x", object(), len, int, 1j, decimal.Decimal("NaN"),
+    np.float64("nan"), np.int64(3), np.float32(0.5), np.zeros(0), np.ones(3), torch.tensor(1.0), torch.ones(2, 2),
+    range(3),
+)  # fmt: skip
+BAD_JSON = (
+    "{", "}", '{"a":}', "[1, 2]", '"x"', "null", "1", "nan", '{"num_buffers": NaN}', '{"delay": 1e999}',
+    '{"delay": 5} x', "{'delay': 5}", '{"delay": [[[[[[[[]]]]]]]]}', "[" * 3000, '{"a": ' * 2000, "\ufeff{}", "{} {}",
+    '{"delay": 5, "delay": 6}', '{"\\u0000": 1}', "{true}", "   ", '{"clipping_norm": "5"}', '{"nu": -1e400}',
+)  # fmt: skip
+OPTIONS = (*NUMBERS, *TEXTS, *OBJECTS, *BAD_JSON)  # values of an option
+VALUES: tuple[Any, ...] = (  # of a column
     None, ..., [], [[]], "text", 5, 2.5, math.nan, math.inf, -1, 10**12, 2**70, [1.5, 2.5], ["a", "b"], [None], [-1, 3],
     [39, 40], [10**9], [3] * 700, [3] * 200_000, [[3, 4], [5, 6]], {"a": 1}, b"\x03\x04", np.array([3, 4]), np.array([]),
     np.array([math.nan]), torch.tensor([3, 4]), torch.tensor(1), torch.ones(2, 2), torch.empty(0), (3, 4), object(), True,
@@ -195,7 +211,6 @@ COLLATORS: dict[str, Any] = {
         input_ids=lambda rows: torch.zeros(len(rows), 10**6, dtype=torch.long), attention_mask=...
     ),
     "a counter": _with(labels=lambda rows: torch.full((len(rows),), next(CALLS) % 2)),
-    "fails in some calls": lambda rows: tiny.collate(rows) if next(CALLS) % 20 else _raise(ValueError("late")),
 }  # fmt: skip
 
 
@@ -303,66 +318,3 @@ MODELS: dict[str, Callable[[], Any]] = {
 def _inference() -> Any:
     with torch.inference_mode():
         return tiny.model()
-
-
-def record_case() -> st.SearchStrategy[Case]:
-    """Records of which one, or all, have another value in a field."""
-
-    def case(name: str, value: Any, everywhere: bool, check: bool, known: bool) -> Case:
-        rows = (lambda: every(**{name: value})) if everywhere else (lambda: changed(5, **{name: value}))
-        what = f"{name} of {'every record' if everywhere else 'one record'} is {_text(value)}"
-        return _trained(what, check, lambda: {"train_dataset": rows(), **({} if known else {"data_collator": None})})
-
-    names = st.sampled_from(("input_ids", "input_ids", "label", "label", "attention_mask", "labels", "extra"))
-    return st.builds(
-        case, names, st.sampled_from(VALUES), st.booleans(), st.booleans(), st.sampled_from((True, True, False))
-    )
-
-
-def piece_case() -> st.SearchStrategy[Case]:
-    """One dataset, collator or model of the tables."""
-    d, c, m, none = *(st.sampled_from(tuple(table)) for table in (DATASETS, COLLATORS, MODELS)), st.none()
-    return _of_pieces(st.one_of(st.tuples(d, none, none), st.tuples(none, c, none), st.tuples(none, none, m)))
-
-
-def pieces_case() -> st.SearchStrategy[Case]:
-    """Two of them."""
-    d, c, m, none = *(st.sampled_from(tuple(table)) for table in (DATASETS, COLLATORS, MODELS)), st.none()
-    return _of_pieces(st.one_of(st.tuples(d, c, none), st.tuples(d, none, m), st.tuples(none, c, m)))
-
-
-def _of_pieces(pieces: st.SearchStrategy[Any]) -> st.SearchStrategy[Case]:
-    def case(pieces: tuple[str | None, str | None, str | None], where: str, check: bool) -> Case:
-        data, collator, model = pieces
-        said = [
-            f"{kind} {name!r}"
-            for kind, name in zip((where, "collator", "model"), pieces, strict=True)
-            if name is not None
-        ]
-
-        def given() -> dict[str, Any]:
-            found: dict[str, Any] = {}
-            if data is not None:
-                found[where] = DATASETS[data]()
-            if collator is not None:
-                found["data_collator"] = COLLATORS[collator]
-            if model is not None:
-                found["model"] = MODELS[model]()
-            return found
-
-        return _trained(", ".join(said), check, given)
-
-    where = st.sampled_from(("train_dataset",) * 4 + ("eval_dataset", "public_dataset"))
-    return st.builds(case, pieces, where, st.booleans())
-
-
-def _trained(what: str, check: bool, given: Callable[[], dict[str, Any]]) -> Case:
-    def run(folder: Path) -> None:
-        train(folder, {"skip_self_check": not check, **given()})
-
-    return Case("data", what + (", self-check" if check else ""), run)
-
-
-def _text(value: Any) -> str:
-    text = "missing" if value is ... else " ".join(repr(value).split())
-    return text if len(text) < 60 else f"{text[:40]} .."
