@@ -1,6 +1,6 @@
 """Checks how the package speaks: docstrings, `Args:`, names of functions, error messages, and words of our own making.
 
-tests/house/test_words.py, a part of `make lint`, refuses what breaks a rule, save in the packages that `NOT_YET` lists.
+tests/house/test_words.py, a part of `make lint`, refuses what breaks a rule.
 
     python -m tests.words               counts what breaks a rule, by package
     python -m tests.words noise run     lists it, for these packages or files (users/training.py, say)
@@ -18,9 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "hf_dpopt"
-
-# Packages, and files, that are still to be cleaned: none. This list only shrinks.
-NOT_YET: frozenset[str] = frozenset()
 
 # A docstring says what something is, or in the imperative what it does. These words begin a fragment of a sentence
 # whose start the reader would have to guess.
@@ -94,11 +91,6 @@ def violations(package: Path = PACKAGE) -> list[Violation]:
         name, source = file.relative_to(package).as_posix(), file.read_text(encoding="utf-8")
         found += [Violation(name, *of_one) for of_one in check(source)]
     return found
-
-
-def is_excused(one: Violation) -> bool:
-    """Whether the place is listed in `NOT_YET`."""
-    return one.package in NOT_YET or one.file in NOT_YET
 
 
 def check(source: str) -> Iterator[tuple[int, str, str]]:

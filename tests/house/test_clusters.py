@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,6 @@ from transformers import BertTokenizer
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from tests import tiny
 from tests.house.test_packaging import instructions
-from tests.two_nodes import unshare
 
 slow = pytest.mark.slow
 
@@ -224,85 +222,3 @@ def test_shards_are_memory_mapped_and_streams_written_down(repo: Path, place: Pa
 
 
 # --- the image ---
-
-
-def _commands(repo: Path) -> list[str]:
-    return [rest for keyword, rest in instructions(repo) if keyword == "RUN"]
-
-
-def test_the_packages_of_the_image_exist(repo: Path) -> None:
-    (command,) = (one for one in _commands(repo) if "apt-get install" in one)
-    packages = command.partition("--no-install-recommends")[2].partition("&&")[0].split()
-    assert {"gcc", "libc6-dev", "make"} <= set(packages)
-    shown = {name: _apt(name) for name in packages}
-    if not any(shown.values()):
-        pytest.skip("no package lists here (apt-get update)")
-    assert all(shown.values()), shown
-
-
-def _apt(name: str) -> bool:
-    if shutil.which("apt-cache") is None:
-        return False
-    found = subprocess.run(["apt-cache", "policy", name], capture_output=True, text=True).stdout
-    return "Candidate:" in found and "Candidate: (none)" not in found
-
-
-def _in_a_copy_of_this_system(place: Path, script: str) -> subprocess.CompletedProcess[str]:
-    """Run a script as root in a chroot whose files are those of this system; what it changes is thrown away."""
-    mounting = (
-        'cd "$1" && mount -t tmpfs layers . && mkdir upper work system '
-        "&& mount -t overlay overlay -o lowerdir=/,upperdir=upper,workdir=work system "
-        '&& for f in dev proc; do mount --rbind /$f system/$f || exit 3; done && chroot system /bin/sh -euc "$2"'
-    )
-    place.mkdir()
-    return subprocess.run([*unshare(), "sh", "-c", mounting, "sh", str(place), script], capture_output=True, text=True)
-
-
-@pytest.fixture
-def chroot(tmp_path: Path) -> Any:
-    if _in_a_copy_of_this_system(tmp_path / "probe", "true").returncode:
-        pytest.skip("no overlay of this system can be mounted here")
-    return lambda script: _in_a_copy_of_this_system(tmp_path / "copy", script)
-
-
-def _steps_after_the_packages(repo: Path) -> list[str]:
-    """The steps of the build that need no network, for a Python that is there already, and the health check."""
-    steps = [one for one in _commands(repo) if "apt-get" not in one and "make env" not in one]
-    python = (
-        "mkdir -p /opt/venv/bin && printf '#!/bin/sh\\nexec %s \"$@\"\\n' "
-        f"{sys.executable} > /opt/venv/bin/python && chmod 0755 /opt/venv/bin/python"
-    )
-    return [python, *(step.replace("${UID}", "10001") for step in steps)]
-
-
-@slow
-def test_the_build_makes_a_launcher_and_a_user_without_rights(repo: Path, chroot: Any) -> None:
-    (health,) = (rest.partition("CMD ")[2] for keyword, rest in instructions(repo) if keyword == "HEALTHCHECK")
-    steps = "\n".join(f"( {step} )" for step in _steps_after_the_packages(repo))
-    as_user = "setpriv --reuid=10001 --regid=10001 --clear-groups sh -c"
-    done = chroot(
-        f"{steps}\nstat -c '%u %a' /app/private /app/runs\n{as_user} '{health}' && echo healthy\n"
-        f"{as_user} 'touch /opt/venv/bin/mine' || echo not writable\nchmod 0500 /app/runs\n"
-        f"{as_user} '{health}' || echo ill"
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split("\n")[:5] == ["10001 700", "10001 755", "healthy", "not writable", "ill"]
-
-
-@slow
-@pytest.mark.parametrize("lacks", ["compiler", "headers"])
-def test_an_image_that_cannot_build_a_launcher_is_not_finished(repo: Path, chroot: Any, lacks: str) -> None:
-    include = subprocess.run(
-        [sys.executable, "-c", "import sysconfig; print(sysconfig.get_paths()['include'])"],
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
-    without = {
-        "compiler": "for c in gcc clang cc; do rm -f $(command -v $c); done",
-        "headers": f"rm -rf {include}/Python.h /usr/include/python3*",
-    }
-    (step,) = (one for one in _steps_after_the_packages(repo) if "compile_module_from_src" in one)
-    python = _steps_after_the_packages(repo)[0]
-    done = chroot(f"{python}\nrm -rf ~/.triton\n{without[lacks]}\n{step}")
-    said = {"compiler": "Failed to find C compiler", "headers": "Python.h: No such file"}[lacks]
-    assert done.returncode != 0 and said in done.stderr, done.stderr[-1000:]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import json
 import re
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -51,13 +49,6 @@ def test_the_api_page_is_complete() -> None:
             assert own in called
             if not name.endswith(("TrainingArguments", "Config")) or name == "PrivacyConfig":
                 assert all(parameter in called for parameter in inspect.signature(thing).parameters), name
-
-
-@pytest.mark.parametrize("name", ["DPTrainingArguments", "DPSeq2SeqTrainingArguments", "DPSFTConfig"])
-def test_the_fields_of_transformers_are_not_repeated(name: str) -> None:
-    called = api_page.signature(name, getattr(hf_dpopt, name))
-    assert "warmup_steps" not in called and re.search(r"transformers\.|trl\.", called)
-    assert ("target_epsilon: float | None = None" in called) is (name == "DPTrainingArguments")
 
 
 # --- what the pages name ---
@@ -108,30 +99,6 @@ def test_every_paper_of_the_index_leads_somewhere(repo: Path) -> None:
         assert re.search(r"`hf_dpopt/[\w/.]+`", row.split("|")[2]), row
 
 
-def test_the_picture_of_the_step_has_the_folders_of_the_code(repo: Path) -> None:
-    """Secret ones above the noise, public ones below, and in the order in which a step passes them."""
-    name = "{http://www.w3.org/2000/svg}"
-    tree = ElementTree.parse(repo / "docs" / "private_step.svg")
-    drawn = [
-        (float(text.get("y", 0)), float(text.get("x", 0)), text.text or "")
-        for text in tree.iter(f"{name}text")
-        if (text.text or "").endswith("/") and text.get("class") == "name"
-    ]
-    height = {folder.rstrip("/"): y for y, _, folder in drawn}
-    for folder in height:
-        assert (repo / "hf_dpopt" / folder / "__init__.py").exists(), folder
-    (secret, public) = (
-        [rect for rect in tree.iter(f"{name}rect") if rect.get("class") == zone] for zone in ("secret", "public")
-    )
-    top, bottom = float(secret[0].get("y")) + float(secret[0].get("height")), float(public[0].get("y"))
-    upper = [folder.rstrip("/") for y, x, folder in sorted(drawn) if y < top]
-    assert upper == ["sampling", "records", "preclip", "clipping"]
-    assert top < height["noise"] < bottom
-    lower = [folder.rstrip("/") for y, x, folder in sorted(drawn, key=lambda text: -text[1]) if y > bottom]
-    assert lower == ["postprocess", "optim", "huggingface", "report"]
-    assert "](docs/private_step.svg)" in (repo / "README.md").read_text()
-
-
 # --- the pages about the project ---
 
 
@@ -161,26 +128,6 @@ def test_contributors_are_told_of_every_check(repo: Path) -> None:
     assert targets <= known
     for command in re.findall(r"`python -m (tests[\w.]*)", text):
         assert importlib.util.find_spec(command), command
-
-
-def test_a_report_of_a_fault_goes_to_nobody_in_particular(repo: Path) -> None:
-    """No address that nobody reads: the forge's own way to report."""
-    text = (repo / "SECURITY.md").read_text()
-    assert "Report a vulnerability" in text and "@" not in text
-    assert all(word in text for word in ("epsilon", "used twice", "private state", "Supported versions"))
-
-
-def test_the_api_page_is_the_same_once_an_optimizer_was_made(monkeypatch):
-    """Torch then has put a wrapped `step` into a class, by which pages differed with the order of the tests."""
-    inherited = hf_dpopt.DPAdamBC.step
-
-    @functools.wraps(inherited)
-    def step(*args, **kwargs):
-        return inherited(*args, **kwargs)
-
-    before = dict(api_page.members(hf_dpopt.DPAdamBC))
-    monkeypatch.setattr(hf_dpopt.DPAdamBC, "step", step)
-    assert dict(api_page.members(hf_dpopt.DPAdamBC)) == before and "step" not in before
 
 
 def test_the_table_of_kills_is_that_of_the_results(repo: Path) -> None:

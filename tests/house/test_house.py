@@ -150,20 +150,3 @@ def test_tests_of_the_promise_stay_outside(repo: Path, folder: str):
         for name in _inside(_tree(file))
     }
     assert not found, "read the files of a run with tests/run_files.py"
-
-
-@pytest.mark.parametrize(
-    "line, is_inside",
-    [
-        ("from hf_dpopt.run.ledger import Ledger", True),
-        ("from hf_dpopt import run", True),
-        ("import hf_dpopt.plan.plan", True),
-        ("from hf_dpopt.common.log import _told", True),
-        ("patch.setattr('hf_dpopt.run.keys.os.urandom', None)", True),
-        ("from hf_dpopt.sampling import SAMPLERS", False),
-        ("from hf_dpopt.planted import bugs", False),
-        ("Bug('hf_dpopt/run/run.py')", False),
-    ],
-)
-def test_the_inside_is_recognized(line: str, is_inside: bool):
-    assert bool([*_inside(ast.parse(line))]) is is_inside
