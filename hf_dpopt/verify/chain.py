@@ -17,7 +17,6 @@ from hf_dpopt.verify.outcome import Contradiction
 from hf_dpopt.verify.reading import MOST_BYTES, Fields, read_regular, strict_json
 
 FORMAT = 1
-DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 RUN = re.compile(r"[0-9a-f]{16}\Z")
 
 
@@ -72,53 +71,40 @@ def read_ledger(path: Path) -> LedgerFile:
         Contradiction: naming the first line that is not what was written, and why.
     """
     *lines, tail = read_regular(path, MOST_BYTES).split(b"\n")
-    found, last = LedgerFile(), "0" * 64
+    found = LedgerFile()
     for number, line in enumerate(lines, start=1):
-        last = _take(found, *_unsealed(line, f"line {number}"), last)
+        _take(found, *_unsealed(line, f"line {number}"))
     if tail:  # of a write that a kill tore: a step that did not run; or a whole record, which counts
         try:
-            record, digest = _unsealed(tail, "the last line")
+            last = _unsealed(tail, "the last line")
         except Contradiction:
             found.num_torn = len(tail)
         else:
-            _take(found, record, digest, last)
+            _take(found, *last)
     if not found.digests:
         raise Contradiction("it is empty")
     return found
 
 
 def _unsealed(line: bytes, where: str) -> tuple[Fields, str]:
-    """The record of a line, and its digest, which is that of its bytes."""
+    """The record of a line, and its digest, which is that of its bytes without the entry itself."""
     try:
         record = Fields(strict_json(line), where)
     except Contradiction as error:
         raise Contradiction(f"{where}: {error}") from None
     digest = record.text("sha256")
-    if not DIGEST.match(digest) or hashlib.sha256(_without(line, digest, where)).hexdigest() != digest:
+    entry = f',"sha256":"{digest}"'.encode(errors="replace")  # names are sorted: never the first
+    if line.count(entry) != 1 or hashlib.sha256(line.replace(entry, b"")).hexdigest() != digest:
         raise Contradiction(f"{where} does not have the digest that it carries: it was edited")
     return record, digest
 
 
-def _take(found: LedgerFile, record: Fields, digest: str, last: str) -> str:
-    """Take in a record that follows the digest `last`; return its own."""
-    if record.text("prev") != last:
+def _take(found: LedgerFile, record: Fields, digest: str) -> None:
+    """Take in the record of the next line."""
+    if record.text("prev") != (found.digests[-1] if found.digests else "0" * 64):
         raise Contradiction(f"{record.where} does not follow the line before it: lines were removed, added or moved")
     _apply(found, record, is_first=not found.digests)
     found.digests.append(digest)
-    return digest
-
-
-def _without(line: bytes, digest: str, where: str) -> bytes:
-    """The bytes of the line without its own digest."""
-    entry = f'"sha256":"{digest}"'.encode()
-    if line.count(entry) != 1:
-        raise Contradiction(f"{where} is not written as a ledger writes")
-    before, after = line.split(entry)
-    if after.startswith(b","):
-        return before + after[1:]
-    if before.endswith(b","):
-        return before[:-1] + after
-    raise Contradiction(f"{where} is not written as a ledger writes")
 
 
 def _apply(found: LedgerFile, record: Fields, *, is_first: bool) -> None:
@@ -142,7 +128,10 @@ def _apply(found: LedgerFile, record: Fields, *, is_first: bool) -> None:
             raise Contradiction(f"{record.where}: step {step} is noted as lost, and is not the last one charged")
         chain.lost.add(step)
     elif kind in ("evaluation", "answer"):
-        _evaluate(found, record, is_answer=kind == "answer")
+        name = record.text("evaluation")
+        if found.evaluations.get(name) is not (None if kind == "evaluation" else False):
+            raise Contradiction(f"{record.where}: the private evaluation {name:.40} has another {kind}, or no charge")
+        found.evaluations[name] = kind == "answer"
     else:
         raise Contradiction(f"{record.where}: records of kind {kind!r:.40} are unknown here")
 
@@ -168,15 +157,6 @@ def _charge(found: LedgerFile, record: Fields) -> None:
     if step <= reached:
         raise Contradiction(f"{record.where}: step {step} is charged after step {reached} of its chain")
     chain.steps.append(step)
-
-
-def _evaluate(found: LedgerFile, record: Fields, *, is_answer: bool) -> None:
-    name = record.text("evaluation")
-    if not is_answer and name in found.evaluations:
-        raise Contradiction(f"{record.where}: the private evaluation {name:.40} is charged twice")
-    if is_answer and found.evaluations.get(name) is not False:
-        raise Contradiction(f"{record.where}: the private evaluation {name:.40} was not charged, or has an answer")
-    found.evaluations[name] = is_answer
 
 
 def _chain(found: LedgerFile, record: Fields) -> Chain:

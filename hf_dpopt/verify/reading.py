@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -95,59 +95,47 @@ class Fields:
         """Whether the entry is there and not null."""
         return self.content.get(name) is not None
 
-    def _get(self, name: str) -> Any:
+    def _get(self, name: str, what: str, is_one: Callable[[Any], bool]) -> Any:
         if name not in self.content:
             raise Contradiction(f"{self.where} has no {name!r}")
+        if not is_one(self.content[name]):
+            raise Contradiction(f"{self.where}: {name}={self.content[name]!r:.60} is no {what}")
         return self.content[name]
-
-    def _wrong(self, name: str, what: str) -> Contradiction:
-        return Contradiction(f"{self.where}: {name}={self.content[name]!r:.60} is no {what}")
 
     def text(self, name: str) -> str:
         """A text."""
-        value = self._get(name)
-        if not isinstance(value, str):
-            raise self._wrong(name, "text")
-        return value
+        return str(self._get(name, "text", lambda value: isinstance(value, str)))
 
     def flag(self, name: str) -> bool:
         """True or false."""
-        value = self._get(name)
-        if not isinstance(value, bool):
-            raise self._wrong(name, "true or false")
-        return value
+        return bool(self._get(name, "true or false", lambda value: isinstance(value, bool)))
 
     def count(self, name: str, least: int = 1) -> int:
         """A whole number that is not below `least`."""
-        value = self._get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self._wrong(name, f"whole number >= {least}")
-        return value
+        return int(self._get(name, f"whole number >= {least}", lambda value: type(value) is int and value >= least))
 
-    def number(self, name: str, *, least: float = 0.0, may_be_infinite: bool = False) -> float:
-        """A finite number that is not below `least`; "inf" is infinity where it may be."""
-        value = self._get(name)
-        if may_be_infinite and value == "inf":
+    def number(self, name: str, *, may_be_infinite: bool = False) -> float:
+        """A finite number >= 0; "inf" is infinity where it may be."""
+        if may_be_infinite and self.content.get(name) == "inf":
             return math.inf
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
-            raise self._wrong(name, f"number >= {least:g}")
-        return float(value)
+        return float(self._get(name, "number >= 0", lambda value: _is_number(value) and value >= 0))
 
     def positive(self, name: str) -> float:
         """A finite number above 0."""
-        value = self.number(name)
-        if not value > 0:
-            raise self._wrong(name, "number > 0")
-        return value
+        return float(self._get(name, "number > 0", lambda value: _is_number(value) and value > 0))
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """A list of finite numbers, at least one."""
-        value = self._get(name)
-        is_list = isinstance(value, list) and len(value) > 0
-        if not is_list or any(isinstance(item, bool) or not isinstance(item, (int, float)) for item in value):
-            raise self._wrong(name, "list of numbers")
-        return tuple(map(float, value))
+        return tuple(map(float, self._get(name, "list of numbers", _are_numbers)))
 
     def inner(self, name: str) -> Fields:
         """An object."""
-        return Fields(self._get(name), f"{self.where}, {name}")
+        return Fields(self.content.get(name), f"{self.where}, {name}")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(map(_is_number, value))
