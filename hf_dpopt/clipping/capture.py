@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_dpopt.clipping.contributions import Contribution
-from hf_dpopt.clipping.rules import COMPOSITES, flattening, rule_for
+from hf_dpopt.clipping.rules import COMPOSITES, adapters, fallback, flattening, is_adapter, rule_for
 from hf_dpopt.clipping.site import Site
 from hf_dpopt.clipping.units import Units
 from hf_dpopt.common.errors import UnsupportedModuleError
@@ -36,6 +36,11 @@ def in_mixture(model: nn.Module, names: Iterable[str]) -> list[str]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether calls of this module run through torch.compile."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a module computes something by itself, without children."""
+    return next(module.children(), None) is None and type(module).forward is not nn.Module.forward
 
 
 Receiver = Callable[[str, Contribution], None]
@@ -71,7 +76,9 @@ class Capture:
             )
         composites = [*self._composites(model)]
         captured = {id(site.module.get_parameter(a)) for site in composites for a in site.parameter_names}
-        self.sites = [*composites, *self._layers(model, captured)]
+        whole = [*self._adapters(model, captured)]
+        captured |= {id(site.module.get_parameter(a)) for site in whole for a in site.parameter_names}
+        self.sites = [*composites, *whole, *self._layers(model, captured)]
         covered = {name for site in self.sites for name in site.parameter_names.values()}
         missing = [name for name in self.parameters if name not in covered]
         if missing:
@@ -96,14 +103,22 @@ class Capture:
                     if own or not composite.owns:
                         yield Site(path, module, own, composite.rule, self, composite.method, changes_shapes=True)
 
+    def _adapters(self, model: nn.Module, captured: set[int]) -> Iterator[Site]:
+        """Layers of peft with trained parameters that no layer below them owns: each runs whole, record by record."""
+        for path, module in model.named_modules():
+            below = self._trained(module, below=True) if is_adapter(module) else {}
+            own = {a: name for a, name in below.items() if id(module.get_parameter(a)) not in captured}
+            if any(not _is_layer(module.get_submodule(a.rpartition(".")[0])) for a in own):
+                adapters.check_draws(path, module)
+                yield Site(path, module, own, fallback.forward, self)
+
     def _layers(self, model: nn.Module, captured: set[int]) -> Iterator[Site]:
         flattened: list[str] = []
         for path, module in model.named_modules():
             flattened += [f"{path}.{child}" for child in flattening.children(module)]
             own = self._trained(module, below=False)
-            is_layer = next(module.children(), None) is None and type(module).forward is not nn.Module.forward
             own = {a: name for a, name in own.items() if id(module.get_parameter(a)) not in captured}
-            if own and is_layer:
+            if own and _is_layer(module):
                 rule = rule_for(module)
                 is_flattened = any(path == p or path.startswith(p + ".") for p in flattened)
                 yield Site(path, module, own, flattening.by_record(rule) if is_flattened else rule, self)

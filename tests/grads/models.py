@@ -1,6 +1,6 @@
 """Tiny models of the families and adapters people finetune, with batches that have uneven lengths.
 
-`FAMILIES` and `ADAPTERS` are the rows of docs/support.md (`python -m tests.grads.support_table` writes it).
+`FAMILIES`, `ADAPTERS` and `ADAPTERS_RUN_WHOLE` are the rows of docs/support.md (`python -m tests.grads.support_table` writes it).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import peft
 import torch
 import transformers as tf
-from peft import get_peft_model
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model
 from torch import nn
 
 VOCABULARY, NUM_RECORDS, NUM_TOKENS = 60, 5, 12
@@ -214,6 +214,48 @@ ADAPTERS: dict[str, Adapter] = {
     ),
     "bitfit": Adapter("BitFit (biases only)", _only_biases),
 }  # fmt: skip
+
+_ENCODER_LAYERS = ("query", "value")
+_WHOLE: dict[str, tuple[str, dict[str, Any]]] = {  # kind of peft -> its name in the table, and its options
+    "BOFT": ("BOFT", dict(boft_block_size=4)),
+    "C3A": ("C3A", dict(block_size=4)),
+    "DELORA": ("DeLoRA", dict(r=2)),
+    "FOURIERFT": ("FourierFT", dict(n_frequency=20)),
+    "GRALORA": ("GraLoRA", dict(r=2, gralora_k=2)),
+    "HIRA": ("HiRA", dict(r=2)),
+    "HRA": ("HRA", dict(r=2)),
+    "LOHA": ("LoHa", dict(r=2)),
+    "LOKR": ("LoKr", dict(r=2)),
+    "MISS": ("MiSS", dict(r=2)),
+    "OFT": ("OFT", dict(oft_block_size=4)),
+    "PSOFT": ("PSOFT", dict(r=2)),
+    "RANDLORA": ("RandLoRA", dict(r=2)),
+    "ROAD": ("RoAd", dict(group_size=2)),
+    "SHIRA": ("SHiRA", dict(r=2)),
+    "TINYLORA": ("TinyLoRA", dict(r=2)),
+    "TRAINABLE_TOKENS": ("trainable tokens", dict(token_indices=[*range(3, 40)], target_modules=["word_embeddings"])),
+    "VBLORA": ("VB-LoRA", dict(r=2, num_vectors=4, vector_length=4)),
+    "VERA": ("VeRA", dict(r=2)),
+    "WAVEFT": ("WaveFT", dict(n_frequency=20)),
+}  # fmt: skip
+
+
+def _whole(kind: str, **options: Any) -> Make:
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType[kind]]
+    targets = {"target_modules": list(_ENCODER_LAYERS)} | options
+    return with_adapter(bert, lambda: config(task_type="SEQ_CLS", **targets))
+
+
+# Their layers are run whole, a record at a time: exact by one rule, whatever they compute.
+ADAPTERS_RUN_WHOLE = {
+    **{kind.lower(): Adapter(label, _whole(kind, **options)) for kind, (label, options) in _WHOLE.items()},
+    "lora-tokens": Adapter(
+        "LoRA with `trainable_token_indices`", lora(bert, ["query"], trainable_token_indices=[3, 4])
+    ),
+    "lora-tokens-tied": Adapter(
+        "LoRA with `trainable_token_indices`, tied head", lora(gpt2, ["c_attn"], trainable_token_indices=[3, 4])
+    ),
+}
 
 MODELS: dict[str, Make] = {
     **{name: family.full for name, family in FAMILIES.items()},

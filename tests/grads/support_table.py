@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.adversary.scan import table as scan
-from tests.grads.models import ADAPTERS, FAMILIES
+from tests.grads.models import ADAPTERS, ADAPTERS_RUN_WHOLE, FAMILIES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TABLE, SCRIPTS = DOCS / "support.md", DOCS / "official_scripts.json"
@@ -32,12 +32,13 @@ LoRA on quantised base weights (bitsandbytes: nf4, with or without double quanti
 `llm_int8_threshold=0.0`) is exact to 1e-5 too: `tests/grads/test_quantised.py`. LLM.int8() with its default threshold is
 refused: one record's outliers change how the others are computed. So are other quantisations, which were not checked.
 
-Refused, by name: AdaLoRA and initialisations that look at the data (un-noised gradients), VeRA, aLoRA, trainable experts and routers of
-mixtures (which tokens an expert sees depends on the other records), trainable token indices, DoRA on embeddings,
-BatchNorm, fp16.
+Refused, by name: AdaLoRA and initialisations that look at the data (un-noised gradients), aLoRA, trainable experts and routers of
+mixtures (which tokens an expert sees depends on the other records), DoRA on embeddings, BatchNorm, fp16; dropout inside
+an adapter whose layers run a record at a time.
 
-Any other layer that maps records to records runs through `hf_dpopt/clipping/rules/fallback.py`: exact, one small backward
-per record. Layers that only scale or shift tokens (RMSNorm of any class) are recognised by trying them, not by name.
+*A record at a time*: through `hf_dpopt/clipping/rules/fallback.py`, exact, with a second forward and a small backward of
+the layer for each record. So runs any other layer that maps records to records. Layers that only scale or shift tokens
+(RMSNorm of any class) are recognised by trying them, not by name.
 """
 
 
@@ -80,6 +81,7 @@ def _script_row(script: tuple[str, dict[str, Any]]) -> str:
 def support_table() -> str:
     families = "".join(f"| {f.label} | exact | exact | {f.why} |\n" for f in FAMILIES.values())
     adapters = "".join(f"| {a.label} | exact |\n" for a in ADAPTERS.values())
+    adapters += "".join(f"| {a.label} | exact, a record at a time |\n" for a in ADAPTERS_RUN_WHOLE.values())
     scripts = scripts_table(json.loads(SCRIPTS.read_text(encoding="utf-8")))
     return HEAD + families + ADAPTER_HEAD + adapters + TAIL + scripts
 

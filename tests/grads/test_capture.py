@@ -184,10 +184,18 @@ def test_norm_and_sum_see_the_same_dropout(make, engine):
         assert reference.norm(got).item() <= 1e-3 * (1 + 1e-5)
 
 
-def test_trainable_token_rows_are_refused_by_name():
-    config = peft.LoraConfig(r=4, target_modules=["query"], trainable_token_indices=[3, 4])
-    with pytest.raises(UnsupportedModuleError, match="trainable_tokens_delta"):
-        Capture(peft.get_peft_model(bert(), config))
+@pytest.mark.parametrize(
+    "config",
+    [
+        lambda: peft.LoHaConfig(r=2, target_modules=["query"], module_dropout=0.1),
+        lambda: peft.RandLoraConfig(r=2, target_modules=["query"], randlora_dropout=0.1),
+        lambda: peft.BOFTConfig(boft_block_size=4, target_modules=["query"], boft_dropout=0.1),
+    ],
+)
+def test_adapters_run_record_by_record_may_not_drop(config):
+    """Each record would be run again with another draw than the one the loss saw."""
+    with pytest.raises(UnsupportedModuleError, match="Set the dropout of the adapter to 0"):
+        Capture(peft.get_peft_model(bert(), config()))
 
 
 def test_dora_on_an_embedding_is_refused_by_name():

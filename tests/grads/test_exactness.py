@@ -17,7 +17,7 @@ from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.clipping.units import Units
 from hf_dpopt.records.losses import RecordLosses
 from tests.adversary.scan import table as scan
-from tests.grads.models import MODELS, NUM_RECORDS, batch_for
+from tests.grads.models import ADAPTERS_RUN_WHOLE, MODELS, NUM_RECORDS, batch_for
 from tests.grads.support_table import TABLE, support_table
 from tests.reference import clipping as reference
 
@@ -94,8 +94,18 @@ def _median_norm(model, batch, **units) -> float:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_clipped_sum_equals_a_loop_over_units(name, variant):
-    of = VARIANTS[variant]
-    model = MODELS[name]().to(of.dtype)
+    _compare_with_a_loop(MODELS[name](), VARIANTS[variant])
+
+
+@pytest.mark.slow_but(20)
+@pytest.mark.parametrize("variant", ["flat", *(f"users, mixed scale, {engine}" for engine in ENGINES)])
+@pytest.mark.parametrize("name", ADAPTERS_RUN_WHOLE)
+def test_an_adapter_run_whole_equals_a_loop_over_units(name, variant):
+    _compare_with_a_loop(ADAPTERS_RUN_WHOLE[name].make(), VARIANTS[variant])
+
+
+def _compare_with_a_loop(model, of: Variant) -> None:
+    model = model.to(of.dtype)
     batch, (scale, divisors) = batch_for(model), _scale(model, of)
     # powers of 2: some norms round to float32 on their way back, and the loop multiplies behind them
     weights_B = (

@@ -125,10 +125,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         ),
         "AdaLoRA.*Use LoRA",
     ),
-    "vera": (
-        _adapted(peft.VeraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")),
-        r"^Adapter 'default' is VeRA, whose vectors have no clipping rule. Use LoRA or \(IA\)\^3.$",
-    ),
     "alora": (
         _adapted(peft.LoraConfig(r=2, target_modules=["query"], alora_invocation_tokens=[3])),
         "^Adapter 'default' is aLoRA, which mixes the tokens of all records. Set alora_invocation_tokens=None.$",

@@ -21,6 +21,11 @@ def class_path(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+def is_adapter(module: nn.Module) -> bool:
+    """Whether a module is a layer that peft put around one of the model's."""
+    return any(class_path(cls) == "peft.tuners.tuners_utils.BaseTunerLayer" for cls in type(module).__mro__)
+
+
 RULES: dict[str, Rule] = {
     class_path(nn.Linear): linear.forward,
     "transformers.pytorch_utils.Conv1D": conv1d.forward,

@@ -25,7 +25,7 @@ class _PerRecord(torch.autograd.Function):
     """The module's own forward; a backward with input gradients at once and parameter gradients record by record."""
 
     @staticmethod
-    def forward(ctx: Any, site: Site, spec: Any, *leaves: Any) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, site: Site, spec: Any, *leaves: Any) -> torch.Tensor:
         ctx.site, ctx.spec = site, spec
         ctx.is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         ctx.constants = [None if is_tensor else leaf for leaf, is_tensor in zip(leaves, ctx.is_tensor, strict=True)]
@@ -45,13 +45,13 @@ class _PerRecord(torch.autograd.Function):
         (grad_output,) = grad_outputs
         site, saved = ctx.site, iter(ctx.saved_tensors)
         leaves = [next(saved) if t else c for t, c in zip(ctx.is_tensor, ctx.constants, strict=True)]
-        parameters = dict(site.module.named_parameters(recurse=False))
+        parameters = dict(site.module.named_parameters())
         with site.original_forward(), torch.enable_grad(), _Autocast(ctx.autocast):
             grads_B = _record_gradients(site, parameters, leaves, ctx.spec, grad_output)
             grad_leaves = _input_gradients(site, parameters, leaves, ctx.spec, grad_output)
         for name, grad_B in grads_B.items():
             site.add(name, Dense(grad_B))
-        return None, None, *grad_leaves
+        return None, None, None, *grad_leaves
 
 
 class _Autocast:
@@ -118,17 +118,6 @@ def _record_gradients(
 
 def forward(site: Site, *args: Any, **kwargs: Any) -> torch.Tensor:
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
-        # autograd runs a Function's backward only if an input wants a gradient; this one wants the capture
-        floating = next(
-            (i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()), None
-        )
-        if floating is not None:
-            leaves[floating] = leaves[floating].detach().requires_grad_()
-    out = _PerRecord.apply(site, spec, *leaves)
-    if not out.requires_grad:
-        raise UnsupportedModuleError(
-            f"{site.name} ({type(site.module).__name__}) takes no floating-point input, so its gradient cannot be "
-            "captured without a rule. Freeze its parameters or add a rule under hf_dpopt/clipping/rules."
-        )
-    return out
+    # autograd runs a Function's backward only if an input wants a gradient; the anchor always does
+    anchor = torch.zeros((), requires_grad=True)
+    return _PerRecord.apply(anchor, site, spec, *leaves)

@@ -210,7 +210,6 @@ def _on_adapters(model: nn.Module) -> Iterator[Refusal]:
     for adapter, config in configs.items() if isinstance(configs, dict) else ():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         yield kind == "ADALORA", f"Adapter {adapter!r} is AdaLoRA, which ranks by un-noised gradients. Use LoRA."
-        yield kind == "VERA", f"Adapter {adapter!r} is VeRA, whose vectors have no clipping rule. Use LoRA or (IA)^3."
         yield (
             bool(getattr(config, "alora_invocation_tokens", None)),
             f"Adapter {adapter!r} is aLoRA, which mixes the tokens of all records. Set alora_invocation_tokens=None.",
