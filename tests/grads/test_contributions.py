@@ -9,7 +9,7 @@ import torch
 
 from hf_dpopt.clipping.clipped_sum import ClippedSum
 from hf_dpopt.clipping.contributions import Dense, Outer, Rows, Transposed
-from hf_dpopt.clipping.products import BLOCK, GramCache
+from hf_dpopt.clipping.products import BLOCK
 from hf_dpopt.clipping.record_norms import squared_norms
 
 B, T, P, Q = 4, 6, 5, 3
@@ -88,31 +88,11 @@ def test_two_uses_that_almost_cancel_keep_their_norm():
     assert (got.sqrt() / want.sqrt()).min() > 0.9
 
 
-def test_a_low_rank_table_is_stored_transposed():
-    x, y = Transposed(_make("rows")), Transposed(_make("rows"))
-    want = _materialise(x) + _materialise(y)
-    torch.testing.assert_close(squared_norm([x, y]), want.square().sum(dim=(1, 2)), rtol=1e-10, atol=1e-10)
-    total, factors = torch.randn(Q, P, dtype=torch.float64), torch.rand(B, dtype=torch.float64)
-    expected = total + torch.einsum("b,bqp->qp", factors, _materialise(x))
-    x.add_weighted_sum_(total, factors)
-    torch.testing.assert_close(total, expected)
-
-
 @pytest.mark.parametrize("num_tokens", [2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 22])
 def test_gram_blocks_that_do_not_divide_the_length(num_tokens):
     left, right = (torch.randn(B, num_tokens, d, dtype=torch.float64) for d in (P, Q))
     use = Outer(left, right)
     torch.testing.assert_close(squared_norm([use]), _materialise(use).square().sum(dim=(1, 2)), rtol=1e-10, atol=1e-10)
-
-
-def test_layers_that_read_the_same_input_share_its_gram_matrix_and_no_others_do():
-    grams, right = GramCache(), torch.randn(B, T, Q, dtype=torch.float64)
-    for x in (right, right.view(B, T, Q), torch.randn(B, T, Q, dtype=torch.float64), right):
-        use = Outer(torch.randn(B, T, P, dtype=torch.float64), x)
-        want = _materialise(use).square().sum(dim=(1, 2))
-        torch.testing.assert_close(squared_norm([use], grams), want, rtol=1e-10, atol=1e-10)
-    first = grams.blocks(right)
-    assert grams.blocks(right.view(B, T, Q)) is first and grams.blocks(right.clone()) is not first
 
 
 @pytest.mark.parametrize("kinds", [(k,) for k in KINDS] + list(itertools.product(KINDS, KINDS)))
@@ -132,13 +112,3 @@ def test_a_clipped_sum_starts_from_nothing(kinds, monkeypatch):
     torch.testing.assert_close(result["weight"], want, rtol=1e-12, atol=1e-12)
     assert not result["unused"].any()
     assert not ClippedSum({"weight": parameter}).result()["weight"].any()
-
-
-def test_a_large_narrow_factor_is_summed_in_parts(monkeypatch):
-    left, right = torch.randn(B, T, P).bfloat16(), torch.randn(B, T, Q).bfloat16()
-    factors, parameter = torch.rand(B), torch.zeros(P, Q)
-    clipped = ClippedSum({"weight": parameter})
-    monkeypatch.setattr("hf_dpopt.clipping.products.MAX_COPIED", left[0].numel())
-    clipped.add("weight", Outer(left, right), factors)
-    want = torch.einsum("b,btp,btq->pq", factors, left.float(), right.float())
-    torch.testing.assert_close(clipped.result()["weight"], want, rtol=1e-5, atol=1e-5)

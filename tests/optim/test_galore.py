@@ -10,7 +10,6 @@ import pytest
 import scipy.stats
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from hf_dpopt.optim import DPAdamBC, DPAdamW
 from hf_dpopt.optim.galore import DPGaLore, projector
@@ -72,14 +71,6 @@ def test_the_projector_is_that_of_a_full_svd(shape):
     assert (p.gather(0, p.abs().argmax(dim=0, keepdim=True)) > 0).all()
 
 
-def test_weak_directions_are_found_below_the_resolution_of_a_float32_gram_matrix():
-    """Singular values 1 and 1e-5: their squares differ by more than float32 can add up."""
-    u, v = torch.linalg.qr(torch.randn(40, 2).double())[0], torch.linalg.qr(torch.randn(90, 2).double())[0]
-    g = (u * torch.tensor([1.0, 1e-5]).double()) @ v.mT
-    p = projector(g.float(), 2).double()
-    assert (p * u).sum(dim=0).abs().min() > 0.99
-
-
 def test_projected_noise_has_the_variance_of_the_noise_except_at_a_refresh():
     """Chi-square on the energy at level ALPHA, whatever the seed; P is a function of the first step's noise alone.
 
@@ -95,43 +86,6 @@ def test_projected_noise_has_the_variance_of_the_noise_except_at_a_refresh():
     assert low < sum(later) < high
     largest = math.sqrt(m) + math.sqrt(n) + math.sqrt(2 * math.log(1 / ALPHA))
     assert scipy.stats.chi2.ppf(1 - ALPHA, df=rank * n) < at_refresh < rank * largest**2
-
-
-def test_memory_falls_with_the_rank():
-    """Two moments of r x max(m, n), and P of r x min(m, n); a filter's buffers as the moments."""
-    shapes = [(64, 256), (256, 64), (64, 64)]
-
-    def measured(make):
-        weights, gradients = weights_and_gradients(shapes=shapes, num_steps=2)
-        optimizer = make(weights)
-        train(optimizer, weights, gradients, [0.1, 0.1])
-        kept = [x for x in tree_leaves(optimizer.state_dict()) if isinstance(x, torch.Tensor)]
-        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}.values())
-
-    sizes = sum(m * n for m, n in shapes)
-    assert measured(lambda w: DPAdamW(w, lr=0.1)) == 4 * 2 * sizes
-    assert measured(lambda w: torch.optim.AdamW(w, lr=0.1)) == 4 * 2 * sizes + 4 * 3  # and three step counters
-    assert measured(lambda w: torch.optim.SGD(w, lr=0.1)) == 0
-    for rank in (1, 4, 16):
-        projectors = sum(rank * min(shape) for shape in shapes)
-        moments = sum(rank * max(shape) for shape in shapes)
-        assert moments == sizes * rank / 64  # r / min(m, n) of the full ones
-        assert measured(lambda w, rank=rank: DPGaLore(w, lr=0.1, rank=rank)) == 4 * (2 * moments + projectors)
-        filtered = measured(lambda w, rank=rank: DPGaLore(w, lr=0.1, rank=rank, filter=ExponentialAverage(0.9)))
-        assert filtered == 4 * (2 * moments + projectors)
-
-
-def test_bfloat16_weights_have_float32_states_in_the_subspace():
-    weights, gradients = weights_and_gradients(torch.bfloat16, SHAPES)
-    before = [w.detach().clone() for w in weights]
-    optimizer = DPGaLore(weights, lr=1.0, rank=RANK, refresh_every=5)
-    train(optimizer, weights, gradients)
-    tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-    assert len(tensors) == 2 * len(SHAPES) + 3 and {t.dtype for t in tensors} == {torch.float32}
-    options = dict(lrs=LRS, rank=RANK, refresh_every=5, scale=0.25, betas=(0.9, 0.999), eps=1e-8)
-    for w, start, of_w in list(zip(weights, before, gradients, strict=True))[:3]:
-        expected = reference.galore(start, of_w, **options)
-        torch.testing.assert_close(w.detach().double(), expected, rtol=0.05, atol=0.05)
 
 
 SCRIPT = """

@@ -125,38 +125,6 @@ def test_what_subtracts_the_noise_asks_for_it(case):
     assert all(torch.equal(w, torch.ones_like(w)) for w in weights) and not optimizer.state
 
 
-@pytest.mark.parametrize("case", ["dp_adamw", "dp_rmsprop", "dp_adagrad", "dp_galore"])
-def test_what_leaves_the_noise_in_does_not_ask_for_it(case):
-    weights, optimizer = fresh(case, "no filter")
-    optimizer.noise = None
-    for w in weights:
-        w.grad = torch.ones_like(w)
-    optimizer.step()
-    assert not any(torch.equal(w, torch.ones_like(w)) for w in weights)
-
-
-def test_a_group_that_joins_later_is_stepped_with_the_others():
-    weights, optimizer = fresh("dp_adam_bc", "no filter")
-    late = nn.Parameter(torch.ones(4))
-    for t in range(2):
-        for w in weights:
-            w.grad = torch.randn_like(w)
-        optimizer.noise.step = t
-        optimizer.step()
-    optimizer.add_param_group({"params": [late]})
-    alone = nn.Parameter(torch.ones(4))
-    single = DPAdamBC([alone], lr=0.1, noise=optimizer.noise)
-    for t in range(2, 5):
-        for w in weights:
-            w.grad = torch.randn_like(w)
-        late.grad = torch.randn_like(late)
-        alone.grad = late.grad.clone()
-        optimizer.noise.step = t
-        optimizer.step()
-        single.step()
-    assert torch.equal(late, alone)  # its average of the variance began when it did
-
-
 def test_the_state_of_another_optimizer_is_refused():
     weights, optimizer = fresh("dp_adam_bc", "no filter")
     theirs = torch.optim.AdamW(weights, lr=0.1)

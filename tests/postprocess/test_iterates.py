@@ -60,14 +60,6 @@ def test_the_exponential_average_is_over_the_last_tenth_of_any_run(num_steps):
     assert num_steps <= 10 or mean_age >= 0.099 * num_steps - 1.01
 
 
-def test_before_anything_counts_it_is_the_weights_as_they_are():
-    model = _model()
-    average, optimizer = IterateAverage(model, start=5), _optimizer(model)
-    average.attach(optimizer)
-    last = _train(model, optimizer, 3)[-1]
-    assert all(torch.equal(w.double(), last[n]) for n, w in average.average().items())
-
-
 def test_a_run_ends_with_the_average():
     model = _model()
     average, optimizer = IterateAverage(model), _optimizer(model)

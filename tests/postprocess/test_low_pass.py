@@ -141,10 +141,6 @@ def test_the_table_of_the_paper_has_unit_gain_and_is_stable(name):
     assert PRESETS[name] == (tuple(map(float, b)), tuple(map(float, a)))
 
 
-def test_the_table_has_no_other_rows():
-    assert set(PRESETS) == set(TABLE)
-
-
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
 def test_designs_keep_their_specification(order):
     """Butterworth: half the power at the cutoff. Chebyshev: the ripple is all that the gain varies up to there."""

@@ -154,12 +154,3 @@ def galore(
         d = adam_direction(history, variances=None if variances is None else known, filtered=filtered, **options)
         w = w - lr * weight_decay * w - lr * scale * (p @ d if is_wide else d @ p.mT)
     return w
-
-
-def tail_bound(coefficients: torch.Tensor, alpha: float) -> float:
-    """b with P(|sum_i a_i (z_i^2 - 1)| > b) <= alpha for independent standard normals and a_i >= 0.
-
-    Laurent and Massart (2000), Lemma 1, for both tails at level alpha / 2.
-    """
-    x = torch.log(torch.tensor(2 / alpha, dtype=torch.float64)).item()
-    return 2 * coefficients.norm().item() * x**0.5 + 2 * coefficients.max().item() * x

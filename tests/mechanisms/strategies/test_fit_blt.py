@@ -24,14 +24,6 @@ def test_loss_beside_that_of_nu_dp_ftrl(n, participation, nu, ratios):
         assert fitted.mean_loss(n, participation) / exact == pytest.approx(want, abs=5.1e-5)
 
 
-@pytest.mark.parametrize("n", [100, 2052, 10_000])
-def test_no_damping_up_to_a_number_of_steps(n):
-    fitted = fit_blt(0.0, num_steps=n)
-    for participation in (Participation(), Participation(4, n // 4)):
-        ratio = fitted.mean_loss(n, participation) / NuDPFTRL(0.0).mean_loss(n, participation)
-        assert ratio == pytest.approx(1.0, abs=6e-3)
-
-
 @pytest.mark.parametrize("nu", [1e-300, 1e-8, 1e-5, 0.1, 0.9, 0.999])
 def test_any_damping(nu):
     fitted, participation = fit_blt(nu, num_steps=2000), Participation(4, 500)

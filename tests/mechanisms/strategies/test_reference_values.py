@@ -17,8 +17,6 @@ from hf_dpopt.noise import (
     NuDPFTRL,
     Participation,
     Restarted,
-    linear_cooldown,
-    momentum_workload,
     optimize_banded,
     optimize_blt,
     optimize_damped,
@@ -133,13 +131,6 @@ def test_buffers(n, position, k):
         assert optimize_blt(n, participation, num_buffers).mean_loss(n, participation) <= want * 1.005
 
 
-def test_buffers_for_the_largest_error():
-    participation = Participation(4, 16)
-    for_mean, for_max = (optimize_blt(64, participation, 2, error=e) for e in ("mean", "max"))
-    assert max_loss(for_max, 64, participation) < max_loss(for_mean, 64, participation)
-    assert for_max.mean_loss(64, participation) > for_mean.mean_loss(64, participation)
-
-
 @pytest.mark.parametrize("n", BANDED)
 def test_bands(n):
     for num_bands, wanted in BANDED[n].items():
@@ -194,40 +185,3 @@ def test_long_runs_and_large_matrices(n, participation):
         if tune is optimize_dense:
             sensitivity = 1.0 if participation.kind == "fixed_epoch" else participation.max_participations**0.5
             assert strategy.sensitivity(n, participation) == pytest.approx(sensitivity)
-
-
-SWEEP = {  # 2000 steps, 20 participations 100 apart: prefix sums, once with one participation, momentum, with cool-down
-    0.0: (17.1906, 30.5965, 3.3230, 456.510, 442.170),
-    1e-4: (16.5217, 29.7056, 3.3008, 446.601, 432.898),
-    10**-3.4: (14.8758, 27.5907, 3.2796, 423.906, 411.705),
-    1e-3: (12.6340, 24.9616, 3.3417, 398.283, 387.979),
-    10**-2.6: (9.9088, 22.5995, 3.6566, 384.105, 375.801),
-    10**-2.4: (8.7190, 22.3036, 3.9836, 392.689, 385.033),
-    1e-2: (7.0440, 24.6891, 5.1236, 460.667, 453.069),
-    1e-1: (5.3886, 54.2900, 12.1396, 1065.51, 1049.61),
-    1.0: (4.4721, 141.4567, 31.6307, 2788.66, 2747.02),
-}
-
-
-@pytest.mark.parametrize("nu", SWEEP)
-def test_a_sweep_of_nu(nu):
-    n, participation, strategy = 2000, Participation(20, 100), NuDPFTRL(nu)
-    momentum, cooled = momentum_workload(n, 0.95), momentum_workload(n, 0.95, linear_cooldown(n, 500))
-    got = (
-        strategy.sensitivity(n, participation),
-        strategy.mean_loss(n, participation),
-        strategy.mean_loss(n, Participation()),
-        strategy.mean_loss(n, participation, momentum),
-        strategy.mean_loss(n, participation, cooled),
-    )
-    assert got == pytest.approx(SWEEP[nu], rel=2e-5)
-
-
-def test_the_best_nu_of_the_papers_setting():
-    participation = Participation(20, 100)
-    found = optimize_nu(2000, participation)
-    assert found.nu == pytest.approx(3.7e-3, rel=0.03)
-    assert found.mean_loss(2000, participation) == pytest.approx(22.29, rel=1e-3)
-    for schedule in (None, linear_cooldown(2000, 500)):
-        workload = momentum_workload(2000, 0.95, schedule)
-        assert optimize_nu(2000, participation, workload).nu == pytest.approx(2.3e-3, rel=0.025)

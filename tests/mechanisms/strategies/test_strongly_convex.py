@@ -63,25 +63,6 @@ def test_no_quadratic_of_the_class_is_worse(name, symmetric):
     assert found >= max(quadratic(STRATEGIES[name], curvature, 1.0) for curvature in np.linspace(0.1, 1.0, 10))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_correlated_noise_is_better_and_the_optimised_best_and_the_gap_grows(symmetric):
-    bounds = []
-    for kappa in (2, 5, 10, 20, 50):
-        options = {"mu": 1 / kappa, "L": 1.0, "eta": ETA, "symmetric": symmetric}
-        independent = strongly_convex_bound(IdentityStrategy(), **options).value
-        nu = strongly_convex_bound(NuDPFTRL(ETA / kappa), **options).value
-        optimised = optimize_strongly_convex(**options)
-        assert optimised.history[0] == pytest.approx(nu, rel=1e-9)
-        assert all(after < before for before, after in zip(optimised.history, optimised.history[1:], strict=False))
-        assert optimised.bound == optimised.history[-1]
-        bounds.append((independent, nu, optimised.bound))
-    bounds = np.array(bounds)
-    assert (np.diff(bounds, axis=1) < 0).all()
-    assert (np.diff(bounds, axis=0) > 0).all()  # more condition, more error
-    assert (np.diff(bounds[:, 0] / bounds[:, 2]) > 0).all()
-
-
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_the_coefficients_have_the_bound_of_their_spectrum(symmetric):
     options = {"mu": 0.05, "L": 1.0, "eta": ETA, "symmetric": symmetric}
@@ -138,33 +119,6 @@ def test_the_multipliers_hold_for_the_losses_they_are_for():
             assert _energy(general, theta, gradient(theta), mu, L) > -1e-9
         assert _energy(for_odd, theta, odd(theta), mu, L) > -1e-9
     assert min(_energy(for_odd, theta, one_sided(theta), mu, L) for theta in trajectories) < -0.01
-
-
-@pytest.mark.parametrize("name", ["identity", "nu"])
-def test_descent_on_a_crooked_loss_stays_within_the_bound(name):
-    """One-sided and not quadratic; a bound too small by the factor 3 would be seen."""
-    strategy, mu, L, rng = STRATEGIES[name], 0.1, 1.0, np.random.default_rng(1)
-    noise = lfilter(strategy.noising_coefs(400), [1.0], rng.normal(size=(2000, 400)), axis=0)[400:]
-    noise *= np.linalg.norm(strategy.strategy_coefs(5000))
-    theta, squares = np.zeros(400), []
-    for step in noise:
-        theta = theta - ETA * (np.where(theta > 0.0, mu, L) * theta + step)
-        squares.append(np.mean(theta**2))
-    excess = L / 2 * np.mean(squares[400:])
-    bound = strongly_convex_bound(strategy, mu=mu, L=L, eta=ETA).value
-    assert bound / 3 < excess < bound
-
-
-def test_the_bound_converges_in_the_grid_and_falls_with_more_lags():
-    options = {"mu": 0.02, "L": 1.0, "eta": ETA}
-    coarse, fine = (strongly_convex_bound(NuDPFTRL(0.006), num_frequencies=k, **options).value for k in (60, 240))
-    assert coarse == pytest.approx(fine, rel=1e-4)
-    few, more = (strongly_convex_bound(NuDPFTRL(0.006), tau_max=tau, **options).value for tau in (3, 10))
-    assert fine < more < few
-    omega = np.linspace(0, np.pi, 2**17 + 1)
-    spectrum = np.abs(1 - 0.994 * np.exp(1j * omega))
-    assert strongly_convex_bound(spectrum, **options).value == pytest.approx(fine, rel=1e-4)
-    assert strongly_convex_bound(7.0 * spectrum, **options).value == pytest.approx(fine, rel=1e-4)
 
 
 @pytest.mark.parametrize("nu", [0.5, 0.01])

@@ -9,9 +9,7 @@ from scipy.optimize import approx_fprime
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import (
-    BandedToeplitz,
     BufferedLinearToeplitz,
-    DampedAntiPGD,
     NuDPFTRL,
     Participation,
     Workload,
@@ -25,8 +23,6 @@ from hf_dpopt.noise import (
 )
 from hf_dpopt.noise.objective import squared_error, squared_sensitivity
 from hf_dpopt.noise.sensitivity import toeplitz_sensitivity
-from hf_dpopt.noise.tree import TreeAggregation
-from tests.reference.strategies import max_loss
 
 N = 40
 WORKLOADS = {
@@ -50,15 +46,6 @@ def test_squared_error(workload, error):
     # a square form: differences over a wide interval have no error but rounding
     ahead, behind = (np.array([objective(noising + h)[0] for h in s * 0.01 * np.eye(N)]) for s in (1, -1))
     np.testing.assert_allclose(slope, (ahead - behind) / 0.02, rtol=1e-7, atol=1e-7 * np.abs(slope).max())
-
-
-def test_the_largest_error_of_a_schedule_can_be_in_the_middle():
-    """Later steps without noise of their own take back that of earlier ones."""
-    workload = Workload(tuple(np.ones(N)), tuple(np.r_[np.ones(20), np.full(20, 0.3)]))
-    noising = DampedAntiPGD(0.0).noising_coefs(N)
-    errors = np.square(workload.matrix() @ np.tril(toeplitz(noising))).sum(axis=1)
-    assert errors.argmax() < N - 1
-    assert squared_error(N, workload, "max")(noising)[0] == pytest.approx(errors.max(), rel=1e-12)
 
 
 @pytest.mark.parametrize("participation", [Participation(), Participation(3, 7), Participation(40, 1)], ids=str)
@@ -89,13 +76,6 @@ def test_tuned_for_a_workload(workload):
         assert loss(one) < loss(BufferedLinearToeplitz((one.poles[0] ** factor,), one.zeros))
     bands = optimize_banded(N, 10, participation, workload)
     assert loss(bands) < min(loss(blt), loss(optimize_banded(N, 10)))
-
-
-def test_buffers_for_the_largest_error_of_a_schedule():
-    participation, workload = Participation(4, 10), WORKLOADS["cool-down"]
-    for_mean, for_max = (optimize_blt(N, participation, 2, error=e, workload=workload) for e in ("mean", "max"))
-    assert max_loss(for_max, N, participation, workload) < max_loss(for_mean, N, participation, workload)
-    assert for_max.mean_loss(N, participation, workload) > for_mean.mean_loss(N, participation, workload)
 
 
 @pytest.mark.parametrize(
@@ -134,12 +114,6 @@ def test_tuned_for_a_run_that_does_not_exist(make):
         optimize_banded(30, 31)
 
 
-@pytest.mark.parametrize("strategy", [BandedToeplitz((1.0, 0.5)), TreeAggregation()], ids=["toeplitz", "tree"])
-def test_a_workload_of_other_steps(strategy):
-    with pytest.raises(DPConfigError, match="workload is of 40 steps, and the run of 39"):
-        strategy.per_query_error(39, WORKLOADS["momentum"])
-
-
 @pytest.mark.parametrize(
     "noise_multiplier_of, most, want",
     [
@@ -151,11 +125,3 @@ def test_a_workload_of_other_steps(strategy):
 )
 def test_the_number_of_bands(noise_multiplier_of, most, want):
     assert choose_num_bands(N, most, noise_multiplier_of) == want
-
-
-def test_the_number_of_bands_for_a_workload():
-    """Momentum blurs the noise of neighbouring steps, so that long correlations are worth more."""
-    costs = {1: 1.0, 2: 1.2, 4: 1.6, 8: 2.3, 16: 3.4, 32: 4.6}
-    assert choose_num_bands(N, 32, costs.__getitem__) < choose_num_bands(
-        N, 32, costs.__getitem__, WORKLOADS["momentum"]
-    )
