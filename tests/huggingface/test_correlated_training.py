@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -14,11 +13,10 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, get_epsilon_ga
 from dp_accounting.pld import PLDAccountant
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, PrivacyConfig, make_plan
-from hf_dpopt.noise import BandedToeplitz, Participation
+from hf_dpopt.noise import Participation
 from hf_dpopt.report.release_scan import scan_for_secrets
 from hf_dpopt.run.keys import private_dir, secrets_in
 from hf_dpopt.run.ledger import Ledger
-from hf_dpopt.run.run import _Door
 from hf_dpopt.run.run_log import RunLog
 from tests import tiny
 
@@ -181,28 +179,6 @@ def test_a_longer_run_that_was_interrupted_continues_its_own_noise(tmp_path):
     assert all(torch.equal(p, want[n]) for n, p in tiny.weights(at_eight).items())
 
 
-@pytest.mark.slow_but(1)
-@pytest.mark.parametrize(
-    "changes, field",
-    [
-        ({"noise_kwargs": {"num_buffers": 1}}, "noise_kwargs"),
-        ({"noise_rng": "fast"}, "noise_rng"),
-        ({"noise_mechanism": "honaker", "noise_kwargs": None}, "noise_mechanism"),
-        ({"noise_restart_every": 4}, "noise_restart_every"),
-        ({"expected_batch_size": 8}, "expected_batch_size"),  # another k and b
-        ({"noise_multiplier": 1.5}, "noise_multiplier"),
-        ({"adjacency": "replace_one"}, "adjacency"),
-        ({"noise_mechanism": "gaussian", "noise_kwargs": None, "adjacency": "zero_out"}, "sampler"),
-    ],
-)
-def test_resuming_with_other_noise_is_refused(tmp_path, changes, field):
-    trainer(tmp_path, **CASES["blt"]).train()
-    before = (tmp_path / "out/privacy/ledger.jsonl").read_bytes()
-    with pytest.raises(DPConfigError, match=field):
-        trainer(tmp_path, **CASES["blt"] | changes).train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-4"))
-    assert (tmp_path / "out/privacy/ledger.jsonl").read_bytes() == before
-
-
 def test_bands_are_charged_for_columns_that_a_longer_run_fills():
     """A plan shorter than the bands has smaller columns; more steps are charged at theirs, by dp_accounting itself."""
     coefs = [1.0, 0.8, 0.6, 0.5]
@@ -244,33 +220,6 @@ def test_explicit_wishes_beside_auto_are_not_overruled_by_the_ledger(tmp_path):
         trainer(tmp_path, **CASES["auto"] | {"noise_kwargs": {"nu": 0.1}})
 
 
-@pytest.mark.slow
-def test_a_branch_on_balls_in_bins_asks_for_epsilon_once_and_not_in_every_step(tmp_path, monkeypatch):
-    """A second of computation each; the start has found all steps of the plan affordable."""
-    options = {"noise_mechanism": "nu_dpftrl", "sampling": "balls_in_bins", "noise_multiplier": None}
-    trainer(tmp_path, **options, target_epsilon=3.0).train()
-    branch = trainer(tmp_path, **options, target_epsilon=9.0)
-    branch.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-3"))
-    run = branch._session.run
-    run._door, run.charged = _Door.IDLE, [NUM_STEPS, 0]
-    asked = []
-    monkeypatch.setattr(type(branch.plan), "epsilon", lambda self, *steps: asked.append(steps) or 99.0)
-    for step in range(1, NUM_STEPS - 3 + 1):
-        run.charge(step + 3)
-    with pytest.raises(DPConfigError, match="steps of the plan are done"):
-        run.charge(NUM_STEPS + 1)
-    assert not asked
-
-
-def test_fewer_bands_than_groups_are_no_obstacle_to_a_resume(tmp_path):
-    options = {"noise_mechanism": "banded", "noise_kwargs": {"num_bands": 3}, "save_steps": 4}
-    first = trainer(tmp_path, **options)
-    narrow = BandedToeplitz((1.0, 0.5))
-    recorded = dataclasses.replace(first.plan.record, noise_strategy=narrow.parameters())
-    again = make_plan(first.plan.config, num_examples=64, num_steps=NUM_STEPS, recorded=recorded)
-    assert again.strategy == narrow and again.sampler == first.plan.sampler and again.sampler.num_groups == 3
-
-
 def test_the_ledger_of_a_run_of_another_kind_is_refused_in_words(tmp_path):
     first = trainer(tmp_path, **CASES["blt"])
     plan = {key: value for key, value in first.plan.record.to_json().items() if not key.startswith("noise_str")}
@@ -278,21 +227,6 @@ def test_the_ledger_of_a_run_of_another_kind_is_refused_in_words(tmp_path):
         log.record_plan(plan, must_match=())
     with pytest.raises(DPConfigError, match="of another kind.*another output_dir"):
         trainer(tmp_path, **CASES["blt"])
-
-
-def test_a_closed_run_takes_no_more_steps(tmp_path):
-    run = trainer(tmp_path, **CASES["blt"])
-    run.train()
-    with pytest.raises(DPConfigError, match="was closed"):
-        run._session.run.charge(NUM_STEPS + 1)
-
-
-def test_options_are_what_the_ledger_gives_back(tmp_path):
-    """Arrays, tuples and lists of the same numbers are the same options."""
-    given = {"poles": np.array([0.9]), "zeros": (np.float32(0.5),)}
-    trainer(tmp_path, noise_mechanism="blt", noise_kwargs=given).train()
-    again = trainer(tmp_path, noise_mechanism="blt", noise_kwargs={"poles": [0.9], "zeros": [0.5]}, max_steps=10)
-    assert again.plan.noise_steps == NUM_STEPS  # of the recorded plan
 
 
 def test_a_budget_is_kept_and_stops_the_run_before_it_is_spent(tmp_path):

@@ -10,14 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from peft import LoraConfig, get_peft_model
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     RobertaForSequenceClassification,
 )
 
-from recipes import canaries, clm, glue, running
+from recipes import canaries, clm, running
 from recipes.canary_texts import mix
 from recipes.tables import TEXT_EXTENSIONS, Table, read_table
 from tests.recipes.conftest import save_gpt2, save_roberta
@@ -169,27 +166,3 @@ def test_a_run_without_privacy_is_bounded_from_below_and_a_private_one_keeps_its
         assert match in capsys.readouterr().err
     assert run("score", "--secret_file", "secret.json", "--trained", "plain") == running.USAGE_ERROR
     assert "say at which --delta" in capsys.readouterr().err
-
-
-def test_labels_that_were_learnt_by_heart_tell_who_took_part(
-    roberta: str, files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert make(roberta, "tsv", "glue", max_seq_length="32") == 0
-    glue.main([*training(roberta, "plain", max_seq_length="32", num_train_epochs="15", learning_rate="3e-3"),
-               "--non_private"])  # fmt: skip
-    assert score(capsys, "--trained", "plain", "--delta", "1e-6") > 0.2
-
-
-def test_adapters_are_scored_on_the_model_that_they_name(
-    gpt2: str, files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert make(gpt2, num=20) == 0
-    adapted = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(gpt2), LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False)
-    )
-    adapted.save_pretrained("adapters")
-    AutoTokenizer.from_pretrained(gpt2).save_pretrained("adapters")
-    for trained in (gpt2, "adapters"):
-        score(capsys, "--trained", trained, "--delta", "1e-6", "--scores_file", f"{Path(trained).name}.csv")
-    plain, lora = (np.loadtxt(f"{Path(name).name}.csv", delimiter=",", skiprows=1) for name in (gpt2, "adapters"))
-    assert not np.allclose(plain[:, 0], lora[:, 0])

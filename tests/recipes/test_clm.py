@@ -17,7 +17,7 @@ from recipes import clm
 from recipes.clm import parse
 from recipes.embedded import build, corpus
 from recipes.embedded.corpus import Corpus
-from tests.recipes.texts import DOCUMENTS, PAIRS, POSITIONS, words
+from tests.recipes.texts import DOCUMENTS, PAIRS, words
 
 pytestmark = pytest.mark.slow
 
@@ -173,13 +173,6 @@ def test_adapters_alone_are_saved(gpt2_dir: str, files: Path) -> None:
     out = files / "out"
     assert (out / "adapter_model.safetensors").exists() and not (out / "model.safetensors").exists()
     assert results_of(files)["eval_samples"] == 12
-
-
-def test_documents_cut_off(gpt2_dir: str, files: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert clm.run(arguments(gpt2_dir, "txt", block_size="1000", do_train="true", do_eval="true")) == 0
-    check_perplexities(files, expected_losses(files / "out", [("", text) for text in DOCUMENTS[:12]]))
-    assert f"block_size=1000 is more than the model takes; using {POSITIONS}" in caplog.text
-    assert f"one document, at most its first {POSITIONS} tokens" in (files / "out/privacy/statement.md").read_text()
 
 
 def test_chunks_are_records_and_the_statement_says_so(gpt2_dir: str, files: Path) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import DataCollatorForSeq2Seq, GPT2Tokenizer, PreTrainedTokenizerBase
+from transformers import GPT2Tokenizer, PreTrainedTokenizerBase
 
 from hf_dpopt import DPConfigError
 from recipes.clm import DataTrainingArguments
@@ -23,7 +22,6 @@ from recipes.clm_data import (
     tokenize,
 )
 from recipes.embedded.build import make_gpt2_tokenizer
-from recipes.generation import group_references, pad
 from recipes.seq2seq import DataTrainingArguments as Seq2SeqArguments
 from recipes.seq2seq import find_pairs
 from recipes.tables import TEXT_EXTENSIONS, Table, read_table
@@ -134,11 +132,6 @@ def test_chunks_cover_each_document_and_never_two(tokenizer: GPT2Tokenizer) -> N
     assert limited.dataset["input_ids"] == chunks[:2]
 
 
-def test_units_are_named() -> None:
-    assert "one chunk of at most 8 tokens; a document" in Documents("text", True).unit(8)
-    assert Documents("text", False).unit(8) == "one document, at most its first 8 tokens"
-
-
 @pytest.mark.parametrize(
     "columns",
     [
@@ -177,16 +170,6 @@ def test_block_size_stays_within_the_model(tokenizer: GPT2Tokenizer, caplog: pyt
     assert choose_block_size(None, tokenizer, Model) == 32 and choose_block_size(9, tokenizer, Model) == 9
     assert choose_block_size(33, tokenizer, Model) == 32
     assert "block_size=33 is more than the model takes; using 32" in caplog.text
-
-
-def test_padding_is_on_the_right_and_carries_no_loss(tokenizer: GPT2Tokenizer) -> None:
-    records = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [4], "labels": [4]}]
-    batch, end = DataCollatorForSeq2Seq(tokenizer)(records), tokenizer.pad_token_id  # the collator of `clm.py`
-    assert batch["input_ids"].tolist() == [[1, 2, 3], [4, end, end]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert batch["labels"].tolist() == [[-100, 2, 3], [4, -100, -100]]
-    assert pad([[1, 2], [3]], 0, left=True).tolist() == [[1, 2], [0, 3]]
-    assert pad([[1, 2], [3]], 0, left=False).tolist() == [[1, 2], [3, 0]]
 
 
 # --- which kind ------------------------------------------------------------------------------------------------------
@@ -279,27 +262,3 @@ def test_text_files_and_parquet(tmp_path: Path) -> None:
         read_table(tmp_path / "empty.txt", kinds=TEXT_EXTENSIONS)
     with pytest.raises(DPConfigError, match="Convert or rename it"):
         read_table(tmp_path / "a.txt")  # recipes with labels do not take it
-
-
-def test_e2e(shared_data: Path) -> None:
-    """Several references per meaning representation; no reference has tokens without loss."""
-    if not (shared_data / "e2e-nlg").is_dir():
-        pytest.skip("no e2e-nlg")
-    found = read_table(shared_data / "e2e-nlg" / "devset.csv")
-    kind = find_kind({"validation": found}, DataTrainingArguments(separator="\n"))
-    assert isinstance(kind, Pairs)
-    groups = group_references(found, kind)
-    assert (len(groups), sum(map(len, groups.values()))) == (547, 4672)
-    tokenizer = GPT2Tokenizer.from_pretrained(shared_data / "gpt2-tokenizer")
-    split = tokenize(found, kind, tokenizer, block_size=256, limit=50)
-    assert split.num_cut == split.num_without_target == 0
-    for row, record in enumerate(split.dataset):
-        learned = [token for token in record["labels"] if token != IGNORED]
-        assert tokenizer.decode(learned) == found.columns["ref"][row] + "<|endoftext|>"
-        assert tokenizer.decode(record["input_ids"]).startswith(found.columns["mr"][row] + "\n")
-
-
-def test_json_without_text_is_one_error(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({"body": "x"}) + "\n")
-    with pytest.raises(DPConfigError, match="a.jsonl: no kind of data is recognised among the columns 'body'"):
-        find_kind({"train": read_table(tmp_path / "a.jsonl")}, DataTrainingArguments())

@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from recipes import glue, pooled_model
-from recipes.frozen import can_train_on_features
 from tests.recipes import test_glue
 from tests.recipes.test_glue import arguments
 
@@ -123,11 +122,3 @@ def test_regression_on_pairs_is_trained_over_its_inputs(model_dir: str, files: P
     assert glue.run(arguments(model_dir, **more, **flags)) == 0
     results = json.loads((files / "out" / "all_results.json").read_text())
     assert {"eval_pearson", "eval_spearmanr", "eval_combined_score"} <= set(results)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "unit", "answer"),
-    [(torch.float32, "example", True), (torch.bfloat16, "example", False), (torch.float32, "user", False)],
-)
-def test_what_is_trained_on_features(dtype, unit, answer) -> None:
-    assert can_train_on_features(torch.nn.Linear(2, 2).to(dtype), unit) is answer

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from datasets import Dataset, DatasetDict
 from transformers import EvalPrediction, RobertaConfig, RobertaForSequenceClassification
 
 from hf_dpopt import DPConfigError
@@ -298,53 +297,6 @@ def test_a_head_for_other_labels_is_one_clear_line(
     shown = capsys.readouterr().err
     assert "another number of labels" in shown and "--ignore_mismatched_sizes true" in shown
     assert "Traceback" not in shown and not (files / "out").exists()
-
-
-@pytest.mark.slow
-def test_mnli_from_the_hub(
-    model_dir: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A stand-in for the download, with the hub's columns, label names and two validation splits."""
-    names = ["entailment", "neutral", "contradiction"]
-    features = Features(
-        {
-            "premise": Value("string"),
-            "hypothesis": Value("string"),
-            "label": ClassLabel(names=names),
-            "idx": Value("int32"),
-        }
-    )
-
-    def split(size: int, labelled: bool = True, held_out: bool = True) -> Dataset:
-        rows = {
-            "premise": [text if held_out else f"truly {text}" for text in TEXTS[:size]],
-            "hypothesis": TEXTS[1 : size + 1],
-            "idx": list(range(size)),
-        }
-        labels = [i % 3 if labelled else -1 for i in range(size)]
-        return Dataset.from_dict({**rows, "label": labels}, features=features)
-
-    asked: list[Any] = []
-
-    def download(*args: Any, **kwargs: Any) -> DatasetDict:
-        asked.append(args)
-        return DatasetDict(
-            train=split(39, held_out=False), validation_matched=split(9), validation_mismatched=split(6),
-            test_matched=split(4, labelled=False), test_mismatched=split(5, labelled=False),
-        )  # fmt: skip
-
-    monkeypatch.setattr(sources, "load_dataset", download)
-    flags = arguments(model_dir, task_name="mnli", train_file=None, validation_file=None, do_train="true",
-                      do_eval="true", do_predict="true", ignore_mismatched_sizes="true")  # fmt: skip
-    assert glue.run(flags) == 0, capsys.readouterr().err
-    assert asked == [("nyu-mll/glue", "mnli")]
-    results = json.loads((files / "out" / "all_results.json").read_text())
-    assert (results["eval_samples"], results["eval_samples_mm"]) == (9, 6)
-    assert {"eval_accuracy", "eval_accuracy_mm"} <= set(results)
-    for name, size in (("test_matched", 4), ("test_mismatched", 5)):
-        lines = (files / "out" / f"predict_results_{name}.txt").read_text().splitlines()[1:]
-        assert len(lines) == size and {line.split("\t")[1] for line in lines} <= set(names)
-    assert json.loads((files / "out" / "privacy" / "report.json").read_text())["eval_data_privacy"] == "public"
 
 
 @pytest.mark.slow

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -65,39 +62,6 @@ def test_the_head_is_part_of_a_model_that_pipelines_take(
     first = (files / "out" / "privacy" / "statement.md").read_text().splitlines()[0]
     assert first.startswith("# Final weights only: epsilon ")
     assert first in (files / "out" / "README.md").read_text()
-
-
-def test_nothing_else_is_written(files: Path, probed_dir: str) -> None:
-    """In a process with a home and a temporary folder of its own: model, tokenizer, card, ledger, statement."""
-    before = {path for path in files.rglob("*") if path.is_file()}
-    home, temporary = files / "home", files / "tmp"
-    home.mkdir(), temporary.mkdir()
-    environment = {
-        **os.environ, "HOME": str(home), "TMPDIR": str(temporary), "HF_HOME": str(home / "hf"), "PYTHONPATH": str(
-            Path(linear_probe.__file__).parents[1]
-        ),
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes.linear_probe", *arguments(probed_dir)],
-        env=environment, cwd=files, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    made = {path.relative_to(files) for path in files.rglob("*") if path.is_file() and path not in before}
-    out = sorted(str(path) for path in made if path.parts[0] == "out")
-    assert out == [
-        "out/README.md", "out/config.json", "out/model.safetensors", "out/privacy/head.json",
-        "out/privacy/ledger.jsonl", "out/privacy/ledger.jsonl.lock", "out/privacy/statement.md", "out/tokenizer.json",
-        "out/tokenizer_config.json",
-    ]  # fmt: skip
-    features, *log = sorted(path.name for path in made if path.parts[0] == "private")
-    assert features.startswith("features-") and set(log) == {"lock", "log.jsonl"}, "no key or state"
-    rest = {path for path in made if path.parts[0] not in ("out", "private")}
-    assert all(path.parts[0] == "home" for path in rest), rest  # caches of libraries
-    shown = done.stdout + done.stderr
-    assert "loss" not in shown.lower()
-    assert "Noise alone would carry the 66 weights" in shown  # with 120 records
-    ledger = [json.loads(line) for line in (files / "out/privacy/ledger.jsonl").read_text().splitlines()]
-    assert [record["kind"] for record in ledger] == ["header", "plan", "chain", "step"]
 
 
 SUBSPACE = {"preconditioner": "subspace"}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 
 import pytest
 
 from hf_dpopt import DPConfigError
-from recipes import glue
 from recipes.glue import parse
 from recipes.pooled_model import PooledConfig
 from recipes.warm_start import fill_pooling, fill_start
@@ -64,14 +62,6 @@ def test_what_is_given_by_hand_stays():
     assert filled(6, clipping="automatic")[1].clipping_norm == 1.0
 
 
-def test_without_it_nothing_is_set():
-    before = parse([part for name, value in FLAGS.items() if name != "--start" for part in (name, value)])
-    kept = [dataclasses.asdict(before[0]), before[2].clipping_norm]
-    fill_start(*before)
-    fill_pooling(before[0], types.SimpleNamespace(model_type="bert"), None, LABELLED)
-    assert [dataclasses.asdict(before[0]), before[2].clipping_norm] == kept
-
-
 def test_a_head_that_was_saved_with_the_model_is_kept():
     model_args, _, _ = parsed()
     config = PooledConfig(types.SimpleNamespace(hidden_size=8), ["mean"], [3])
@@ -100,9 +90,3 @@ def test_scores_have_no_such_head():
     model_args, _, _ = parsed()
     with pytest.raises(DPConfigError, match="is for labels.*Leave --start out"):
         fill_pooling(model_args, types.SimpleNamespace(model_type="bert"), None, types.SimpleNamespace(labels=None))
-
-
-def test_the_command_asks_for_it_before_anything_is_loaded(capsys):
-    flags = [part for name, value in FLAGS.items() if name != "--target_epsilon" for part in (name, value)]
-    assert glue.run([*flags, "--noise_multiplier", "1"]) == 2
-    assert "start='pooled' shares a budget" in capsys.readouterr().err

@@ -64,14 +64,6 @@ def test_features_are_those_of_the_record_alone(kind, pooling, layers):
     torch.testing.assert_close(parts.norm(dim=-1), expected, rtol=0.05, atol=0)  # less where states are near 0
 
 
-def test_the_encoder_keeps_its_weights():
-    body = encoder()
-    before = {name: value.clone() for name, value in body.state_dict().items() if "pooler" not in name}
-    made = pooled()
-    after = made.encoder.state_dict()
-    assert set(after) == set(before) and all(torch.equal(after[name], before[name]) for name in before)
-
-
 def test_what_was_saved_loads_without_this_repository(tmp_path):
     model = pooled(pooling=("mean", "cls"))
     model.save_pretrained(tmp_path)

@@ -32,7 +32,7 @@ from recipes.stackoverflow_data import (
     read_names,
 )
 from recipes.stackoverflow_files import open_source, parse_example
-from recipes.stackoverflow_model import TagModel, language_model, tag_losses, tag_metrics, word_metrics
+from recipes.stackoverflow_model import TagModel, tag_losses, tag_metrics, word_metrics
 from recipes.stackoverflow_synthetic import example
 from tests.ranks import launch
 from tests.recipes.texts import words
@@ -100,13 +100,6 @@ def test_the_sqlite_layout(tmp_path, packed):
     assert train.count() == 18 and held_out.count() == 6
     assert _rows(train) == sorted((r["user"], r["tokens"], r["tags"]) for r in ROWS[:18])
     assert list(train.rows(5)) == list(train.rows())[5:]
-
-
-def test_the_hdf5_layout(tmp_path):
-    source = open_source(_h5(tmp_path / "stackoverflow_train.h5"), "", tmp_path)
-    rows = list(source.rows())
-    assert [r["tokens"] for r in rows] == [r["tokens"] for u in range(6) for r in ROWS if r["user"] == f"u{u}"]
-    assert all(list(source.rows(first)) == rows[first:] for first in (1, 4, 5, 23, 24)) and source.count() == 24
 
 
 @pytest.mark.parametrize(
@@ -192,15 +185,6 @@ def test_a_file_that_ends_early_is_refused(tmp_path):
     with pytest.raises(DPConfigError, match="holds no examples of the split 'nothing'"):
         stackoverflow_files.convert(path, "nothing", NextWords(Vocabulary(("the",)), "tokens", 20), "user")
     assert sorted(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize(("ids", "match"), [([1.5], "float is not an id"), ([[1]], "list is not an id")])
-def test_ids_that_cannot_be_compared_are_refused(tmp_path, ids, match):
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"user": i, "tokens": "the"}) + "\n" for i in ids))
-    with pytest.raises(DPConfigError, match=match):
-        stackoverflow_files.convert(
-            tmp_path / "a.jsonl", "", NextWords(Vocabulary(("the",)), "tokens", 20), user_column="user"
-        )
 
 
 # --- the benchmark ---------------------------------------------------------------------------------------------------
@@ -321,15 +305,6 @@ def test_bad_lists_are_refused(tmp_path, content, message):
 VOCABULARY = Vocabulary(("a", "is", "how", "list", "null", "class"))
 
 
-def test_words_have_ids_and_sentences_an_end():
-    found = NextWords(VOCABULARY, "text", 4).encode([{"text": "How is a List?"}, {"text": "a a a"}])["input_ids"]
-    assert found == [[BEGIN, 6, 5, 4, 7], [BEGIN, 4, 4, 4, END]]  # raw text; the first has 5 words
-    assert VOCABULARY.ids(["pointer"]) == [UNKNOWN]
-    assert Vocabulary.of(["b b a", "c a b"], 2).words == ("b", "a")
-    batch = Collator()([{"input_ids": ids} for ids in found])
-    assert batch["labels"].tolist()[0] == [BEGIN, 6, 5, 4, 7] and batch["labels"].tolist()[1][-1] == END
-
-
 class Fixed(torch.nn.Module):
     """Says the same word everywhere."""
 
@@ -378,11 +353,6 @@ def test_tags_are_recalled_and_their_losses_are_of_one_post():
     losses = tag_losses(model(**batch), labels)
     assert losses.shape == (3,)
     assert losses[2].item() == pytest.approx(sum(math.log1p(math.exp(z)) for z in (-3, 3, 1, 0, 0, 0, 0)), rel=1e-5)
-
-
-def test_a_language_model_has_a_word_per_token():
-    model = language_model(50, width=64, layers=1, max_words=6)
-    assert model(input_ids=torch.zeros(2, 8, dtype=torch.long)).logits.shape == (2, 8, 50)
 
 
 # --- pretrained models -----------------------------------------------------------------------------------------------
@@ -445,19 +415,6 @@ def test_the_accuracy_of_pieces_is_that_of_words(trained_gpt2, known):
     assert 0 < sum(right.values()) < sum(counted.values())
     assert found["accuracy"] == pytest.approx(sum(right.values()) / sum(counted.values()))
     assert found["user_accuracy"] == pytest.approx(np.mean([right[u] / counted[u] for u in "xyz" if counted[u]]))
-
-
-def test_texts_as_pieces(gpt2_dir):
-    tokenizer = AutoTokenizer.from_pretrained(gpt2_dir)
-    end = tokenizer.eos_token_id
-    ids = Pieces(tokenizer, None, "tokens", 3, 60).encode([{"tokens": t} for t in ("the mill", "the mill is cheap")])
-    assert [tokenizer.decode(row[1:]) for row in ids["input_ids"]] == [
-        f" the mill{tokenizer.eos_token}",
-        " the mill is",
-    ]
-    assert {row[0] for row in ids["input_ids"]} == {end}
-    cut = Pieces(tokenizer, None, "tokens", 3, 2).encode([{"tokens": "reproducibly"}])["input_ids"]
-    assert len(cut[0]) == 4 and cut[0][-1] == end
 
 
 def test_a_tokenizer_that_marks_no_blanks_is_refused():
@@ -531,27 +488,6 @@ def test_a_pretrained_model_with_adapters_and_all_stages(files, gpt2_dir, size):
     assert results["epsilon"] <= 8 and 0 <= results["eval_accuracy"] <= 1
     shown = (files / "logs" / "rank-0.log").read_text()
     assert "before training" in shown and "unit: user" in shown and (files / "out" / "adapter_config.json").is_file()
-
-
-def test_a_small_pretrained_gpt2_knows_words(shared_data, files, capsys):
-    """The synthetic split would tell nothing: it has no English."""
-    model = shared_data.parent / "models" / "tiny-gpt2"
-    if not model.is_dir():
-        pytest.skip(f"no pretrained GPT-2 at {model}")
-    (files / "english.jsonl").write_text("".join(
-        json.dumps({"author": str(i), "text": "this is one of the best films that i have seen in a long time ."}) + "\n"
-        for i in range(4)
-    ))  # fmt: skip
-    changes = {"model_name_or_path": str(model), "lora_r": "8", "validation_file": "english.jsonl", "max_steps": "1",
-               "vocabulary_file": None, "width": None, "layers": None}  # fmt: skip
-    assert stackoverflow.run(arguments(**changes)) == 0, capsys.readouterr().err
-    assert json.loads((files / "out" / "all_results.json").read_text())["eval_accuracy"] > 0.2
-
-
-def test_tags(files, capsys):
-    assert stackoverflow.run(arguments(task="tags", tags_file="tags.txt")) == 0, capsys.readouterr().err
-    results = json.loads((files / "out" / "all_results.json").read_text())
-    assert results["eval_recall_at_5"] == 1.0  # of two tags
 
 
 @pytest.mark.parametrize(("task", "metric"), [("next_word", "eval_accuracy"), ("tags", "eval_recall_at_5")])
