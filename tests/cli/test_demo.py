@@ -99,9 +99,3 @@ def test_the_readme_has_the_numbers_of_ten_seeds() -> None:
         and f"Opacus takes {ratio['opacus / private']:.1f} times" in readme
     )
     assert f"test loss before training: {said('untrained loss', 2)} " in readme
-
-
-@pytest.mark.slow
-def test_the_stock_model_recites_and_the_private_one_does_not(tmp_path: Path) -> None:
-    facts = run(tmp_path / "demo", seed=11)
-    assert facts["stock"]["recited"] >= 20 and facts["private"]["recited"] == 0 and facts["gain_kept"] >= 0.5

@@ -27,14 +27,6 @@ TEMPLATES = [
     for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*_training.jinja"))
     if path.stem not in WITH_IMAGES
 ]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "Its name."}}},
-    },
-}
 CITIES = [("france", "paris"), ("spain", "madrid"), ("italy", "rome"), ("norway", "oslo")]
 
 
@@ -110,26 +102,6 @@ def test_the_answers_of_a_conversation_are_learned_exactly(tmp_path, template):
     for i in (0, 1):
         assert _learned(trainer, i).count(f"{CITIES[i][1]} {i}") == 1 + i % 2
         assert f"{CITIES[i][0]}?" not in _learned(trainer, i)
-    _is_exact(trainer, seen)
-
-
-def test_a_conversation_with_tools_is_learned_exactly(tmp_path):
-    template = next(path for path in TEMPLATES if path.stem == "qwen3_training")
-    messages = [
-        {"role": "user", "content": "weather in rome?"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "rome"}}}],
-        },
-        {"role": "tool", "name": "weather", "content": "SUNNY"},
-        {"role": "assistant", "content": "it is fine"},
-    ]
-    seen = tiny.Gradients()
-    rows = Dataset.from_list([{"messages": messages, "tools": [TOOL]} for _ in range(12)])
-    trainer = _trainer(tmp_path, [seen], rows=rows, template=template.read_text(), assistant_only_loss=True)
-    assert "it is fine" in _learned(trainer, 0) and '"city": "rome"' in _learned(trainer, 0)
-    assert "SUNNY" not in _learned(trainer, 0)
     _is_exact(trainer, seen)
 
 

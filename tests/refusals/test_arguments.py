@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,31 +116,6 @@ main_process_port: 0
 fsdp_config:
   fsdp_version: {version}
 """
-
-
-@pytest.mark.slow
-@pytest.mark.two_process
-@pytest.mark.parametrize(
-    ("version", "use_cpu", "said"),
-    [
-        (2, False, "The launcher started 2 processes (torch.distributed), and the Trainer knows 1"),
-        (1, True, "FSDP version 1"),
-        (2, True, ""),
-    ],
-)
-def test_fsdp_of_a_configuration_file_on_a_cpu(version, use_cpu, said, tmp_path, repo):
-    (tmp_path / "config.yaml").write_text(FSDP.format(version=version))
-    (tmp_path / "script.py").write_text(
-        f"import sys\nfrom tests import tiny\ntiny.trainer(sys.argv[1], max_steps=2, use_cpu={use_cpu}).train()\n"
-    )
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "config.yaml")]
-    done = subprocess.run(
-        [*launch, str(tmp_path / "script.py"), str(tmp_path / "out")], capture_output=True, text=True, timeout=300,
-        env=os.environ | {"PYTHONPATH": str(repo)},
-    )  # fmt: skip
-    assert (done.returncode == 0) == (not said), done.stderr[-3000:]
-    assert f"DPConfigError: {said}" in done.stderr or not said
-    assert num_charged(tmp_path / "out") == (0 if said else 2)
 
 
 @pytest.mark.parametrize("variable, value", [("ACCELERATE_DYNAMO_BACKEND", "no"), ("WANDB_WATCH", "false")])

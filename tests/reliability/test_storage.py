@@ -9,7 +9,6 @@ import io
 import os
 import re
 import resource
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -228,36 +227,6 @@ def test_an_error_of_the_users_own_files_stays_what_it_is(tmp_path: Path) -> Non
     own = tiny.At("step_begin", lambda state, model: open("/nowhere/notes.csv"))
     with pytest.raises(FileNotFoundError, match=r"/nowhere/notes\.csv"):
         tiny.trainer(tmp_path / "out", max_steps=1, callbacks=[own]).train()
-
-
-SCRIPT = """
-import sys
-from tests import tiny
-made = tiny.trainer(sys.argv[1], max_steps=3, save_strategy="steps", save_steps=1, private_state_dir=sys.argv[2])
-made.train(resume_from_checkpoint=True)
-"""
-
-
-@pytest.mark.slow
-def test_a_script_on_a_disk_that_is_really_full(repo: Path, tmp_path: Path) -> None:
-    """A disk of memory with room for a checkpoint and a half; more room, and the same command ends well."""
-    disk, keys = tmp_path / "disk", tmp_path / "keys"
-    disk.mkdir()
-    command = f"{sys.executable} -c '{SCRIPT}' {disk}/out {keys}"
-    steps = [
-        f"mount -t tmpfs -o size=200k tmpfs {disk}", f"({command}); echo code $?",
-        f"mount -o remount,size=4m {disk}", f"({command}); echo code $?", f"cat {disk}/out/privacy/ledger.jsonl",
-    ]  # fmt: skip
-    done = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c", " && ".join(steps)], cwd=repo,
-        capture_output=True, text=True, timeout=200, env=os.environ | {"PYTHONPATH": str(repo)},
-    )  # fmt: skip
-    if "code" not in done.stdout:
-        pytest.skip(f"no mounts here: {done.stderr.strip()[-200:]}")
-    assert re.findall(r"code (\d+)", done.stdout) == ["1", "0"], done.stderr
-    last = [line for line in done.stderr.splitlines() if line.startswith("hf_dpopt.common.errors.DPStorageError")]
-    assert len(last) == 1 and re.search(rf"output_dir={disk}/out: .* MB are free .* --resume_from_checkpoint", last[0])
-    assert done.stdout.count('"kind":"step"') == 3
 
 
 OUTPUTS = [
