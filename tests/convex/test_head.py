@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
-    BartConfig,
-    BartForSequenceClassification,
     GPT2Config,
     GPT2ForSequenceClassification,
 )
@@ -155,15 +151,6 @@ def test_models_without_a_last_linear_layer_are_refused():
         )
 
 
-def test_sequence_to_sequence_classifiers_work_as_well():
-    config = BartConfig(
-        d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
-        encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=40, num_labels=3, pad_token_id=0, eos_token_id=2,
-    )  # fmt: skip
-    rows = [{"input_ids": [5, 6, 2]}, {"input_ids": [7, 8, 9, 2]}]
-    assert compute_features(BartForSequenceClassification(config), rows, collate).shape == (2, 16)
-
-
 # --- arguments ---
 
 
@@ -268,15 +255,6 @@ def test_the_best_of_several_iterates_is_refused(tmp_path):
     args.load_best_model_at_end = True
     with pytest.raises(DPConfigError, match="chooses among iterates"):
         check_convex_arguments(args)
-
-
-def test_arguments_become_a_head_config(tmp_path):
-    asked = arguments(tmp_path, max_steps=-1, num_train_epochs=3, expected_batch_size=64).head_config(1000)
-    assert asked.num_steps == 48 and asked.expected_batch_size == 64 and asked.learning_rate is None
-    assert arguments(tmp_path).head_config(500).expected_batch_size == 500
-    fields = {"learning_rate": 0.01, "l2": 0.1, "decay": 0.5, "target_delta": 1e-6, "head_radius": 0.3}
-    found = dataclasses.asdict(arguments(tmp_path, **fields).head_config(1000, has_bias=False))
-    assert {name: found[name] for name in fields} == fields and not found["has_bias"]
 
 
 def test_a_finetuning_run_never_takes_this_bound(tmp_path):

@@ -16,8 +16,6 @@ from hf_dpopt.huggingface import advice_log as module
 from hf_dpopt.huggingface.advisor import Trained, read_advised
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.plan import advice
-from hf_dpopt.plan.outlook import SIGNAL, signal_of
-from recipes.warm_start import HeadForSequenceClassification
 from tests.tiny import arguments, collate, model, records, trainer
 
 pytestmark = pytest.mark.slow
@@ -98,21 +96,6 @@ def test_what_was_set_by_hand_stays(tmp_path, by_hand, left):
     assert made.plan.config.clipping == made.args.clipping
 
 
-def test_an_optimizer_of_ones_own_keeps_its_rate(tmp_path):
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    made = trainer(tmp_path, model=net, optimizers=(optimizer, None), **big())
-    assert "learning_rate" not in made.plan.advised and "expected_batch_size" in made.plan.advised
-
-
-@pytest.mark.parametrize("epochs", [0.5, 1.0, 3.0, 7.3])
-@pytest.mark.parametrize("num", [64, 400, 999])
-def test_it_processes_no_more_records_than_the_epochs_say(tmp_path, num, epochs):
-    made = trainer(tmp_path, **big(train_dataset=records(num), num_train_epochs=epochs))
-    batch, steps = made.plan.sampler.expected_batch_size, made.plan.num_steps
-    assert batch * steps <= epochs * num + (epochs + 1) * batch  # every epoch, and the run, end with a whole batch
-
-
 @pytest.mark.parametrize("given", [{}, {"model_init": lambda: model()}], ids=["model", "model_init"])
 def test_a_resumed_run_keeps_what_was_advised_whatever_later_rules_say(tmp_path, monkeypatch, given):
     options = big(save_strategy="steps", save_steps=2, **given)
@@ -142,17 +125,6 @@ def test_users_are_counted_not_their_records(tmp_path):
         tmp_path, **big(train_dataset=rows, privacy_unit="user", user_id_column="who", target_delta=1e-3)
     )  # fmt: skip
     assert made.plan.advised["expected_batch_size"] <= 100
-
-
-def test_a_resume_with_other_flags_keeps_the_batch(tmp_path):
-    """What the library itself advises where the budget ends, and what other scripts type."""
-    first = trainer(tmp_path, **big())
-    first.train()
-    batch, steps = first.plan.sampler.expected_batch_size, first.plan.num_steps
-    for flags in ({"max_steps": steps}, {"advisor": "none"}, {"learning_rate": 1e-3}):
-        again = trainer(tmp_path, **big(**flags))
-        assert again.plan.sampler.expected_batch_size == batch and again.plan.advised == first.plan.advised
-    assert trainer(tmp_path, **big(learning_rate=1e-3)).args.learning_rate == 1e-3
 
 
 @pytest.mark.parametrize(
@@ -195,22 +167,6 @@ def test_a_model_that_the_trainer_loads_gets_its_learning_rate_too(tmp_path):
     assert made.plan.epsilon() == given.plan.epsilon()
 
 
-@pytest.mark.parametrize("advisor", ["auto", "none"])
-def test_a_trained_head_is_written_down_and_changes_nothing_else(tmp_path, advisor):
-    made = trainer(tmp_path / "a", **big(advisor=advisor, trained_head=True))
-    beside = trainer(tmp_path / "b", **big(advisor=advisor))
-    assert made.plan.advised == {**beside.plan.advised, "trained_head": True}
-    assert made.plan == beside.plan
-    assert made.args.learning_rate == beside.args.learning_rate
-    made.train()
-    assert "declared by `trained_head`" in (tmp_path / "a" / "privacy" / "statement.md").read_text()
-    beside.train()
-    assert "trained_head" not in (tmp_path / "b" / "privacy" / "statement.md").read_text()
-    again = trainer(tmp_path / "a", **big(advisor=advisor))  # a run that goes on keeps it
-    assert again.plan.advised == made.plan.advised
-    assert trainer(tmp_path / "b", **big(advisor=advisor, trained_head=True)).plan.advised == beside.plan.advised
-
-
 def test_the_first_step_of_a_short_run_moves(tmp_path):
     """6 % of a few steps would be a single warm-up step, of rate 0."""
     made = trainer(tmp_path, **big())
@@ -250,20 +206,6 @@ def test_a_poor_run_that_no_batch_mends_is_told_what_would(tmp_path, log):
     assert "recipes/glue.py --freeze encoder --pooling cls mean --num_train_epochs 24" in line
 
 
-def test_a_language_model_is_never_told_of_a_linear_head(tmp_path, log):
-    """Its head is its embeddings."""
-    torch.manual_seed(0)
-    net = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16)
-    )
-    rows = [{"input_ids": [3, 4, 5, i % 30], "labels": [3, 4, 5, i % 30]} for i in range(400)]
-    hand = dict(advisor="none", expected_batch_size=4, max_steps=3, learning_rate=1e-3, eval_strategy="no")
-    made = trainer(tmp_path, **big(**hand, model=net, train_dataset=rows, data_collator=None))
-    made.train()
-    (line,) = [line for line in log() if "expected to learn little" in line]
-    assert "hf-dpopt plan --num-examples 400" in line and "linear head" not in line and "--freeze" not in line
-
-
 @pytest.mark.parametrize("typed, word", [(1e-5, "small"), (5.0, "large")])
 @pytest.mark.parametrize("argv", [[], ["--learning_rate", "1e-5"], ["--output-dir=out"]], ids=str)
 def test_a_rate_given_for_another_batch_is_judged_in_the_first_line(tmp_path, log, monkeypatch, typed, word, argv):
@@ -283,12 +225,6 @@ def test_a_rate_given_for_another_batch_is_judged_in_the_first_line(tmp_path, lo
     )
 
 
-def test_a_rate_near_the_advised_one_is_not_warned_of(tmp_path, log):
-    advised = trainer(tmp_path / "a", **big()).args.learning_rate
-    trainer(tmp_path / "b", **big(learning_rate=advised / 2)).train()
-    assert not any("that was chosen" in line for line in log())
-
-
 @pytest.mark.parametrize(
     "typed", [{"expected_batch_size": 16}, {"gradient_accumulation_steps": 4}, {"learning_rate": 1e-5},
               {"expected_batch_size": 16, "learning_rate": 1e-5}],
@@ -303,55 +239,6 @@ def test_all_replaces_both_batch_and_rate(tmp_path, log, typed):
     assert not any("that was chosen" in line for line in log())
     again = trainer(tmp_path / "b", **big(advisor="all", **typed))  # a resumed run keeps them
     assert again.plan.advised == made.plan.advised and again.plan.num_steps == made.plan.num_steps
-
-
-def test_the_advisor_takes_two_lines_of_the_log(tmp_path, log):
-    """What was chosen and its outlook, and all that is to be warned of."""
-    both = dict(noise_mechanism="blt", sampling="fixed_order", expected_batch_size=4, learning_rate=1e-9)
-    trainer(tmp_path, **big(**both)).train()
-    words = ("Advisor", "Outlook", "Advice", "expected to learn little")
-    assert len([line for line in log() if any(word in line for word in words)]) == 2
-
-
-@pytest.mark.parametrize("noise, verdict", [(4e-4, "on a trained head"), (8e-4, "weak"), (1e-2, "poor")])
-def test_the_log_knows_of_a_trained_head(tmp_path, log, monkeypatch, noise, verdict):
-    monkeypatch.setattr(
-        module, "outlook_of",
-        lambda plan, kind, **kwargs: advice.Outlook(
-            num_steps=40, noise=noise, run_noise=noise / 40**0.5, signal=5e-4,
-            has_trained_head=kwargs["has_trained_head"],
-        ),
-    )  # fmt: skip
-    trainer(tmp_path, **big(trained_head=True)).train()
-    assert any("Outlook: " in line and f"({verdict})" in line for line in log())
-    assert any("expected to learn little" in line for line in log()) == (verdict == "poor")
-    assert not any("linear head" in line for line in log())
-
-
-def test_a_run_whose_weights_cannot_move_is_told_so(tmp_path, log, monkeypatch):
-    """The README's first command before there was an advisor: everything as it comes, 5e-5 included."""
-    monkeypatch.setattr(
-        module, "outlook_of",
-        lambda plan, kind, **kwargs: advice.Outlook(
-            num_steps=198, noise=5e-4, run_noise=5e-4 / 14, signal=5e-4,
-            **{name: value for name, value in kwargs.items() if name != "size"},
-        ),
-    )  # fmt: skip
-    trainer(tmp_path, **big(advisor="none", expected_batch_size=200)).train()
-    (line,) = [line for line in log() if "expected to learn little" in line]
-    assert "the learning rate is too small" in line
-
-
-def test_an_optimizer_of_ones_own_is_not_judged_by_a_rate_that_it_does_not_have(tmp_path, log):
-    own = (torch.optim.AdamW, {"lr": 0.05})
-    trainer(tmp_path, **big(optimizer_cls_and_kwargs=own, num_train_epochs=1)).train()
-    assert not any("the learning rate is too small" in line for line in log())
-
-
-def test_noise_so_large_that_epsilon_is_0_is_announced(tmp_path, log):
-    hidden = dict(target_epsilon=None, noise_multiplier=1e4, noise_mechanism="blt", expected_batch_size=40)
-    trainer(tmp_path, **big(**hidden, num_train_epochs=0.3)).train()
-    assert any("expected to learn little" in line for line in log())
 
 
 def test_long_correlated_noise_is_announced_without_its_error(tmp_path, log, monkeypatch):
@@ -397,12 +284,3 @@ def test_adapters_on_a_language_head_start_trained(tmp_path, name, has_adapters,
     found = Trained.of(TrainerInputs(args=args, model=made, peft_config=LoraConfig() if has_adapters else None))
     assert found.starts_trained == starts_trained
     assert found.is_glue == (name == "new head"), "a language model is never told of a linear head"
-
-
-def test_the_head_of_a_warm_start_has_the_signal_of_a_head(tmp_path):
-    """A model that is one linear layer and nothing else: `glue.py --start pooled` trains it first."""
-    head = HeadForSequenceClassification(transformers.BertConfig(num_labels=3), torch.nn.Linear(8, 3))
-    args = DPTrainingArguments(output_dir=str(tmp_path), target_epsilon=8.0, expected_batch_size=8, use_cpu=True)
-    found = Trained.of(TrainerInputs(args=args, model=head))
-    assert (found.kind, found.objective) == ("head", "classification")
-    assert signal_of(found.kind, found.size) == SIGNAL["head"] == 2e-3

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
 
-from hf_dpopt.clipping.thresholds import CLIPPINGS
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise import MECHANISMS
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.sampling import SAMPLERS
 
 VALID = {"target_epsilon": 8.0, "expected_batch_size": 64}
 
 
 def config(**changes):
     return PrivacyConfig(**{**VALID, **changes})
-
-
-def test_is_frozen_and_keyword_only():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config().target_epsilon = 1.0
-    with pytest.raises(TypeError):
-        PrivacyConfig(8.0)
 
 
 @pytest.mark.parametrize(
@@ -79,19 +68,6 @@ def test_the_refused_key_is_not_printed():
     with pytest.raises(DPConfigError) as caught:
         config(unsafe_fixed_noise_key="c0ffee")
     assert "c0ffee" not in str(caught.value)
-
-
-def test_every_registered_choice_is_accepted():
-    for field, choices in {
-        "clipping": CLIPPINGS,
-        "sampling": ("auto", *SAMPLERS),
-        "noise_mechanism": MECHANISMS,
-        "adjacency": ("add_or_remove_one", "zero_out", "replace_one"),
-        "noise_rng": ("secure", "fast"),
-    }.items():
-        for choice in choices:
-            users = {"privacy_unit": "user", "records_per_user": 4} if choice == "capped_poisson" else {}
-            assert getattr(config(**{field: choice}, **users), field) == choice
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,10 @@ import scipy.optimize
 import scipy.stats
 import torch
 
-from hf_dpopt import DPConfigError, PrivacyConfig, PrivateRun, private_step
+from hf_dpopt import DPConfigError, PrivateRun, private_step
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.types import ClippedSums
-from hf_dpopt.plan.choose import compare_mechanisms
 from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.preclip import PRECLIPS, DelayedPreconditioner, Identity, Preclip, ScaleThenPrivatize
 from hf_dpopt.preclip.preconditioner import _Nothing
@@ -321,14 +320,3 @@ def test_a_level_that_differs_between_coordinates_is_not_given(tmp_path):
     loop.step(2)
     with pytest.raises(DPConfigError, match="not of one known level"):
         level.variance()
-
-
-@pytest.mark.slow
-def test_auto_compares_mechanisms_whose_noise_crosses_the_changes_of_the_preconditioner():
-    config = PrivacyConfig(
-        target_epsilon=4.0, expected_batch_size=50, noise_mechanism="auto", preconditioner="dp2_rmsprop",
-        preconditioner_kwargs={"delay": 5},
-    )  # fmt: skip
-    rows = compare_mechanisms(config, num_examples=1000, num_steps=40)
-    ways = {row.plan.config.noise_mechanism: row.plan.config.noise_at_changes for row in rows}
-    assert ways["gaussian"] == "auto" and {v for k, v in ways.items() if k != "gaussian"} == {"carry_on"}
