@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from recipes.glue import parse
-
 _FILE = Path(__file__).parents[2] / "benchmarks" / "speedrun.py"
 _SPEC = importlib.util.spec_from_file_location("speedrun", _FILE)
 speedrun = importlib.util.module_from_spec(_SPEC)
@@ -49,22 +47,6 @@ def test_flags_replace_the_settings_of_the_same_name():
     flags = speedrun.flags_of(["--lora_r", "16", "--bf16"])
     assert flags.count("--lora_r") == 1 and flags[flags.index("--lora_r") + 1] == "16"
     assert flags[flags.index("--start") + 1] == "pooled" and flags[-1] == "--bf16"
-
-
-def test_the_settings_leave_the_choice_to_the_advisor():
-    """They are flags of the recipe, and none of them is a batch, a rate or a clip."""
-    model_args, _, training_args = parse(["--model_name_or_path", "m/m", "--task_name", "sst2", "--target_epsilon", "8",
-                                          "--use_cpu", "true", *speedrun.flags_of([])])  # fmt: skip
-    assert (model_args.start, training_args.num_train_epochs) == ("pooled", 9)
-    by_hand = {
-        "expected_batch_size",
-        "learning_rate",
-        "clipping_norm",
-        "warmup_steps",
-        "warm_start_epsilon",
-        "pooling",
-    }
-    assert not by_hand & speedrun.SETTINGS.keys()
 
 
 def test_what_makes_runs_comparable_cannot_be_changed(capsys):

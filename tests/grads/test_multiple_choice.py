@@ -12,7 +12,6 @@ from torch import nn
 
 from hf_dpopt import clipped_gradient_sum
 from hf_dpopt.records.losses import RecordLosses
-from tests import tiny
 from tests.adversary import harness
 from tests.reference import clipping as reference
 
@@ -138,15 +137,3 @@ def test_a_label_that_is_no_choice_reaches_no_forward(tmp_path, label, monkeypat
 
     harness.assert_adds_nothing(make, rows, ODD, tmp_path, drawn=[ODD, 7, 3])
     assert seen and all(bool(((labels >= 0) & (labels < 3)).all()) for labels in seen)
-
-
-@pytest.mark.parametrize(("label", "told"), [(3, "holds 3, .* 0 to 2, the choices"), (-1, "-1 marks records without")])
-def test_a_label_that_is_no_choice_is_refused_where_it_is_seen(label, told, tmp_path):
-    rows = _one_more_choice(24, 24)
-    rows[3]["label"] = label
-    make = tiny.trainer(
-        tmp_path, model=_bert().float(), train_dataset=rows, max_steps=1,
-        data_collator=tf.DataCollatorForMultipleChoice(harness.words()),
-    )  # fmt: skip
-    with pytest.raises(harness.REFUSALS, match=told):
-        make.train()

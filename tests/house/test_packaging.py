@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import importlib
-import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -155,41 +153,6 @@ def test_the_wheel_holds_the_package_and_nothing_else(repo: Path, wheel: zipfile
 
 
 # --- make, .ci/run, pre-commit ---
-
-
-def make(repo: Path, *arguments: str) -> str:
-    if shutil.which("make") is None:
-        pytest.skip("no make on this machine")
-    # A variable on the command line of the `make` that runs these tests is in the environment of each of them.
-    inherited = {"MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", "MARKS", "VENV", "TORCH", "EXTRAS", "WORKERS"}
-    environment = {name: value for name, value in os.environ.items() if name not in inherited | {"PYTEST_ARGS"}}
-    result = subprocess.run(["make", *arguments], cwd=repo, env=environment, text=True, capture_output=True)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def test_make_installs_torch_before_anything_else(repo: Path, tmp_path: Path) -> None:
-    plan = make(repo, "-n", "env", f"VENV={tmp_path}/venv", "TORCH=torch==9.9 --no-index", "EXTRAS=recipes")
-    installs = re.findall(r"pip install .*", plan)
-    assert installs[0].endswith("torch==9.9 --no-index")
-    assert installs[1].endswith("-e '.[recipes]'") and f"-c {tmp_path}/venv/constraints.txt" in installs[1]
-    assert len(installs) == 2, "the encoder for the tests comes with the extra `test` only"
-
-
-def test_make_test_is_lint_types_and_pytest(repo: Path, tmp_path: Path) -> None:
-    plan = make(repo, "-n", "test", f"VENV={tmp_path}/venv")
-    order = [plan.index(word) for word in ("ruff check", "ruff format --check", "bin/mypy", "-m pytest")]
-    assert order == sorted(order)
-    assert "OMP_NUM_THREADS=1" in plan and "--dist loadgroup" in plan and '-m "not slow and not nightly"' in plan
-    assert "not slow" not in make(repo, "-n", "nightly", f"VENV={tmp_path}/venv")
-
-
-def test_ci_runs_make_test_in_its_own_environment(repo: Path) -> None:
-    script = repo / ".ci" / "run"
-    assert os.access(script, os.X_OK)
-    subprocess.run(["bash", "-n", str(script)], check=True)
-    text = script.read_text()
-    assert "set -euo pipefail" in text and 'make test MARKS="not nightly" VENV=' in text
 
 
 # --- the image ---

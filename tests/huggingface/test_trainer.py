@@ -77,31 +77,6 @@ def test_the_clipping_engine_changes_nothing(tmp_path, checkpointing, caplog):
     assert f"Clipping engine: {expected}" in caplog.text
 
 
-class _Doubled(torch.nn.Linear):
-    """A forward of its own, so no rule of another layer is right for it."""
-
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-def test_what_clipping_does_and_what_it_has_no_rule_for_is_logged(tmp_path, caplog):
-    for name, explain, replaced in (("quiet", False, False), ("loud", True, True)):
-        model = tiny.model()
-        if replaced:
-            model.classifier = _Doubled(model.config.hidden_size, model.config.num_labels)
-        caplog.clear()
-        with caplog.at_level(logging.DEBUG if explain else logging.INFO, logger="hf_dpopt"):
-            level = {"log_level": "debug"} if explain else {}
-            tiny.trainer(tmp_path / name, model=model, max_steps=1, **level).train()
-        assert ("Gram matrices below" in caplog.text) == explain
-        warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-        found = [text for text in warned if "No clipping rule" in text]
-        assert len(found) == replaced
-        if replaced:  # its name, what it costs, how to freeze it
-            assert "classifier (_Doubled)" in found[0]
-            assert "second forward" in found[0] and "requires_grad_(False)" in found[0]
-
-
 @pytest.mark.slow_but(1)
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")]

@@ -55,21 +55,6 @@ def test_no_arguments_are_the_embedded_job(files: Path) -> None:
     assert not (files / "runs").exists()
 
 
-def test_the_embedded_job_leaves_batch_and_rate_to_the_advisor(files: Path) -> None:
-    private, plain = parse([])[2], parse(["--non_private"])[2]
-    assert (private.expected_batch_size, private.learning_rate, private.max_steps) == (None, 5e-5, -1)
-    assert (plain.expected_batch_size, plain.learning_rate) == (512, 2e-3)
-    assert parse(["--non_private", "--learning_rate", "1e-3"])[2].learning_rate == 1e-3
-
-
-def test_run_clm_defaults_hold_with_data_of_ones_own(gpt2_dir: str) -> None:
-    flags = ["--model_name_or_path", gpt2_dir, "--train_file", "a.txt", "--target_epsilon", "3", "--separator", " \\n"]
-    _, data_args, training_args = parse(flags)
-    assert (training_args.learning_rate, training_args.num_train_epochs) == (5e-5, 3)
-    assert training_args.do_train and not training_args.do_eval
-    assert data_args.separator == " \n" and data_args.block_size is None and not training_args.eval_on_start
-
-
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, str | None], str]] = {

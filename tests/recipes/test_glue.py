@@ -75,14 +75,6 @@ def test_run_glue_defaults_hold_with_data_of_ones_own(model_dir: str) -> None:
     assert training_args.do_train and training_args.do_eval
 
 
-def test_only_what_is_asked_for_is_done(model_dir: str) -> None:
-    base = ["--model_name_or_path", model_dir, "--target_epsilon", "3"]
-    only_train = parse([*base, "--train_file", "train.tsv"])[2]
-    assert only_train.do_train and not only_train.do_eval
-    only_eval = parse([*base, "--task_name", "rte", "--do_eval"])[2]
-    assert only_eval.do_eval and not only_eval.do_train
-
-
 def test_a_json_file_with_names_that_are_no_flags_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "flags.json"
     path.write_text(json.dumps({"target_epsilom": 2.0, "task_name": "mrpc", "zzzz": 1}))
