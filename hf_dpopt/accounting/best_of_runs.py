@@ -6,7 +6,7 @@ tail, and stays secret, hides how good the others were: then the best costs less
 Formal guarantee: let Q be a private mechanism whose outputs are totally ordered, K drawn from a `RunCount` without
 looking at the data, and A the best of K independent outputs of Q. `dp_accounting`'s ``RepeatAndSelectDpEvent`` has the
 Renyi divergences of A (Papernot and Steinke 2022, Thm. 2); `profile_epsilon` bounds its privacy profile, proven in
-docs/tuning.md. What is random in Q includes the draw of hyperparameters, so that all K runs have one law.
+docs/proofs/best_of_runs.md. What is random in Q includes the draw of hyperparameters, so that all K runs have one law.
 
 References:
     Papernot and Steinke (2022), arXiv:2110.03620, Def. 1, Thm. 2 (truncated negative binomial).
@@ -108,8 +108,8 @@ def profile_epsilon(
     ``epsilon_Q(delta / m) + 2 log c``, with m = 1 / gamma the mean number of runs, ``T(s)`` the least
     ``x s + delta_Q(log x)`` over x, which is the largest probability under one data set of what has probability s
     under the other, and ``c`` the largest of ``(gamma + (1 - gamma) T(s)) / (gamma + (1 - gamma) s)`` over s in
-    [0, 1]. The proof is in docs/tuning.md; c is at most the published ``exp(e) + (1 / gamma - 1) delta_Q(e)`` for
-    every e >= 0.
+    [0, 1]. The proof is in docs/proofs/best_of_runs.md; c is at most the published
+    ``exp(e) + (1 / gamma - 1) delta_Q(e)`` for every e >= 0.
 
     Args:
         count: law of K.

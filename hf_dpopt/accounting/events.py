@@ -141,7 +141,7 @@ def split_truncation(composition: Composition) -> tuple[Composition, float]:
     Formal guarantee: if the returned steps are (epsilon, delta - cost)-DP, the given ones are (epsilon, delta)-DP,
     under every adjacency. Much faster than the analysis of Ganesh (2025), arXiv:2508.15089, and as good while the cost
     is a small part of delta. The best of K runs costs E[K] times what a run costs: given that no run exposed the
-    record, K has a law of the same kind and a smaller mean (docs/tuning.md).
+    record, K has a law of the same kind and a smaller mean (docs/proofs/best_of_runs.md).
     """
     steps: list[tuple[DpEvent, int]] = []
     costs: list[float] = []

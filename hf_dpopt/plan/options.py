@@ -237,7 +237,7 @@ class NoiseOptions:
     noise_at_changes: str = option(
         "auto",
         "Correlated noise when a preconditioner or clipping norm changes: continue or restart; auto takes the least "
-        "predicted error: docs/changing_scales.md.",
+        "predicted error: docs/optimizers.md.",
         choices=get_args(NoiseAtChanges),
     )
     noise_rng: str = option(

@@ -1,4 +1,4 @@
-"""Correlated noise across scales that change, in units of the clip: docs/changing_scales.md, by brute force.
+"""Correlated noise across scales that change, in units of the clip: docs/proofs/changing_scales.md, by brute force.
 
 Every record moves the sum of a step by at most 1 clip, whatever the scales are; so the whole run is one Gaussian
 mechanism of the matrix of its noise. Here the runs of the engine are compared with that matrix, record by record.

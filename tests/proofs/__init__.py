@@ -14,14 +14,12 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 PINS = Path(__file__).with_name("digests.json")
-ELSEWHERE = (REPO / "docs" / "changing_scales.md",)  # a page that began outside of the folder
 SECTION = "## Functions"
 
 
 def pages() -> list[Path]:
     """Pages with a proof."""
-    found = sorted((REPO / "docs" / "proofs").glob("*.md"))
-    return [page for page in (*found, *ELSEWHERE) if page.name != "README.md"]
+    return [page for page in sorted((REPO / "docs" / "proofs").glob("*.md")) if page.name != "README.md"]
 
 
 def functions_of(page: Path) -> list[str]:
