@@ -62,8 +62,7 @@ class Preemption:
         finally:
             for number in free:
                 signal.signal(number, signal.SIG_DFL)
-        if self.received is not None and not self.is_stopping:
-            signal.raise_signal(signal.Signals[self.received])
+        self._pass_on()
 
     @contextlib.contextmanager
     def saving(self, args: TrainingArguments) -> Iterator[None]:
@@ -74,6 +73,10 @@ class Preemption:
             yield
         finally:
             args.save_only_model = only_model
+
+    def _pass_on(self) -> None:
+        if self.received is not None and not self.is_stopping:
+            signal.raise_signal(signal.Signals[self.received])
 
     def between_steps(self, run: PrivateRun, state: Any, control: Any) -> None:
         """Agree with all processes on whether to save, and to stop, before the next step.
