@@ -58,6 +58,6 @@ def _output_size(model: nn.Module) -> int:
     """Classes, or entries of the vocabulary; of a classification to the fifth power, 0 where they say nothing."""
     kind, config = RecordLosses(model).kind, base_model(model).config
     if kind in TOKENS:
-        return getattr(config, "vocab_size", None) or getattr(config.get_text_config(), "vocab_size", 0)
+        return getattr(config, "vocab_size", 0) or getattr(config.get_text_config(), "vocab_size", 0)
     is_single = kind == "ForSequenceClassification" and problem_type(model) == "single_label_classification"
     return config.num_labels**5 if is_single or kind == "ForTokenClassification" else 0

@@ -258,6 +258,17 @@ def test_what_would_release_more_is_refused(tmp_path, changes, match):
         make(tmp_path, **changes).evaluate()
 
 
+def test_several_sets_are_evaluated_one_by_one(tmp_path):
+    trainer = make(tmp_path, {"a": held_out(), "b": held_out(20)})
+    found = trainer.evaluate()
+    assert {"eval_a_loss", "eval_b_loss", "eval_b_epsilon"} <= found.keys()
+    charged = Ledger.find(trainer.args.output_dir).evaluations
+    assert [one.query["set"] for one in charged.values()] == ["eval_a", "eval_b"]
+    assert trainer.evaluate()["eval_a_loss"] == found["eval_a_loss"]  # these weights are answered already
+    assert len(Ledger.find(trainer.args.output_dir).evaluations) == 2
+    assert "eval_loss" in trainer.evaluate("b")  # under a prefix of its own, as the stock Trainer has it
+
+
 def test_exact_ways_are_closed(tmp_path):
     trainer = make(tmp_path)
     with pytest.raises(DPConfigError, match="gives exact values of single records"):
