@@ -179,6 +179,26 @@ def test_a_longer_run_that_was_interrupted_continues_its_own_noise(tmp_path):
     assert all(torch.equal(p, want[n]) for n, p in tiny.weights(at_eight).items())
 
 
+@pytest.mark.slow_but(1)
+@pytest.mark.parametrize(
+    "changes, field",
+    [
+        ({"noise_kwargs": {"num_buffers": 1}}, "noise_kwargs"),
+        ({"noise_rng": "fast"}, "noise_rng"),
+        ({"noise_mechanism": "honaker", "noise_kwargs": None}, "noise_mechanism"),
+        ({"noise_restart_every": 4}, "noise_restart_every"),
+        ({"adjacency": "replace_one"}, "adjacency"),
+        ({"noise_mechanism": "gaussian", "noise_kwargs": None, "adjacency": "zero_out"}, "sampler"),
+    ],
+)
+def test_resuming_with_other_noise_is_refused(tmp_path, changes, field):
+    trainer(tmp_path, **CASES["blt"]).train()
+    before = (tmp_path / "out/privacy/ledger.jsonl").read_bytes()
+    with pytest.raises(DPConfigError, match=field):
+        trainer(tmp_path, **CASES["blt"] | changes).train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-4"))
+    assert (tmp_path / "out/privacy/ledger.jsonl").read_bytes() == before
+
+
 def test_bands_are_charged_for_columns_that_a_longer_run_fills():
     """A plan shorter than the bands has smaller columns; more steps are charged at theirs, by dp_accounting itself."""
     coefs = [1.0, 0.8, 0.6, 0.5]
