@@ -47,6 +47,34 @@ def test_the_errors_of_mean_estimation_are_those_of_the_coefficients(eta):
     assert exact.mean_estimation_sgd(eta) == pytest.approx(energy(np.eye(1, n)[0], 1.0, eta), rel=1e-9)
 
 
+def _error_of(spectrum: np.ndarray, eigenvalues: np.ndarray, eta: float) -> float:
+    """Excess loss of the noise with power |B|^2 on a grid: from its coefficients, the slow way."""
+    n = len(spectrum)
+    cepstrum = np.fft.ifft(np.log(spectrum) / 2).real
+    cepstrum[1 : n // 2] *= 2
+    cepstrum[n // 2 + 1 :] = 0
+    coefs = np.fft.ifft(np.exp(np.fft.fft(cepstrum))).real  # causal, with that power
+    inverse = lfilter([1.0], coefs, np.eye(1, n)[0])
+    gains = np.array([energy(coefs, curvature, eta) for curvature in eigenvalues])
+    return exact.excess_loss(float(inverse @ inverse) * gains, eigenvalues, eta)
+
+
+def test_no_correlation_leaves_less_than_the_best():
+    eigenvalues, eta, rng = np.array([1.0, 0.4, 0.15]), 0.2, np.random.default_rng(0)
+    best = exact.regression_best(eigenvalues, eta)
+    omega = 2 * np.pi * np.arange(4096) / 4096
+    weights = [exact.excess_loss(unit, eigenvalues, eta) for unit in np.eye(3)]
+    responses = np.abs(1 - eta * eigenvalues[:, None] - np.exp(1j * omega)) ** -2
+    optimum = (weights @ responses) ** -0.5
+    assert _error_of(optimum, eigenvalues, eta) == pytest.approx(best, rel=1e-6)
+    for _ in range(20):
+        waves = sum(rng.normal(0, 0.3) * np.cos(k * omega) for k in range(1, 6))
+        assert _error_of(optimum * np.exp(waves), eigenvalues, eta) > best * (1 + 1e-4)
+    assert exact.regression_nu(eigenvalues, eta) > best
+    single = exact.regression_best(np.array([1.0]), eta, linearised=True)
+    assert single == pytest.approx(exact.mean_estimation_ftrl(eta) / 2, rel=1e-9), "of one coordinate nu = eta is best"
+
+
 # --- Table 2 ---
 
 GAMMA_SQUARED = {0.1: 1.45184, 0.01: 2.13688, 1e-3: 2.86199, 1e-4: 3.59381}

@@ -111,6 +111,18 @@ def regression_nu(eigenvalues: np.ndarray, eta: float, nu: float | None = None, 
     return excess_loss(noise_gains_nu(eigenvalues, eta, nu), eigenvalues, eta, **options)
 
 
+def regression_best(eigenvalues: np.ndarray, eta: float, **options: bool) -> float:
+    """The least that any correlation of the noise leaves, the optimum of Theorem C.18.
+
+    The error is ``gamma^2`` times a mean of |B|^2 over the spectrum with weights W, and ``gamma^2`` is the mean of
+    1 / |B|^2: by Cauchy-Schwarz at least the squared mean of sqrt(W), which |B|^2 = 1 / sqrt(W) attains.
+    """
+    omega, weights = quadrature(eta * eigenvalues.min())
+    responses = np.abs(1 - eta * eigenvalues[:, None] - np.exp(1j * omega)) ** -2  # (D, K)
+    weight_of_gain = [excess_loss(unit, eigenvalues, eta, **options) for unit in np.eye(len(eigenvalues))]
+    return float(weights @ np.sqrt(np.array(weight_of_gain) @ responses)) ** 2 * eta**2
+
+
 def best_damped(eigenvalues: np.ndarray, eta: float, **options: bool) -> tuple[float, float]:
     """Damped anti-PGD with the damping of least error: (error, nu)."""
 
