@@ -66,6 +66,7 @@ def test_plan_takes_the_relation_and_the_sampler(run: Run) -> None:
 def test_plan_compares_all_mechanisms_at_the_budget(run: Run) -> None:
     """As the documentation writes it; the numbers of a row are those of a plan with that mechanism."""
     asked = ["--num_examples", "4000", "--batch", "200", "--epochs", "2", "--epsilon", "8"]
+    asked += ["--optimizer", "sgd", "--momentum", "0.9"]
     code, out, err = run("plan", *asked, "--compare")
     assert code == 0 and "kept" in out
     for name in ("gaussian", "banded", "blt", "nu_dpftrl", "anti_pgd", "honaker", "tree"):
@@ -75,10 +76,7 @@ def test_plan_compares_all_mechanisms_at_the_budget(run: Run) -> None:
     alone = json.loads(run("plan", *asked, "--noise_mechanism", "blt", "--json")[1])
     assert blt["draw_stddev"] == alone["draw_stddev"] and blt["strategy"] == alone["noise_strategy"]
     assert all(row["epsilon"] <= 8 and row["max_error"] >= row["rmse"] > 0 for row in rows)
-    scores = [(row["rmse"] * row["step_stddev"]) ** 0.5 for row in rows]  # AdamW is the default
-    assert scores[0] <= 1.02 * min(scores)
-    rows = json.loads(run("plan", *asked, "--compare", "--json", "--optimizer", "sgd", "--momentum", "0.9")[1])
-    errors = [row["rmse"] for row in rows["mechanisms"]]
+    errors = [row["rmse"] for row in rows]
     assert errors[0] <= 1.02 * min(errors)
 
 

@@ -64,16 +64,10 @@ REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     "block of one": ({"block_size": "1"}, "block_size=1 leaves nothing to predict. Use 2 or more"),
     "beams": ({"num_beams": "0"}, "num_beams=0 is not a positive count"),
     "no room": ({"generate": "true", "max_new_tokens": "64", "do_eval": "true"}, "no room for a prompt.* Use less"),
-    "no model": ({"model_name_or_path": None}, "Add --model_name_or_path"),
-    "no data": ({"train_file": None, "validation_file": None}, "Add --dataset_name .* or --train_file"),
-    "missing file": ({"train_file": "nowhere.csv"}, "nowhere.csv does not exist. Check the path"),
     "extension": ({"train_file": "train.docx"}, "neither of .csv, .tsv, .json, .jsonl, .txt, .parquet .* Convert"),
-    "empty": ({"train_file": "empty.csv"}, "empty.csv holds no rows. Name a file"),
     "missing column": ({"prompt_column": "nope"}, "has no column 'nope'. It has: 'mr', 'ref'. Needed is a prompt"),
     "other validation": ({"validation_file": "dev.txt"}, "dev.txt has no column 'mr' or 'ref'. It has: 'text'"),
     "chunks of pairs": ({"chunk_documents": "true"}, "these are prompts and targets. Remove it"),
-    "no privacy": ({"target_epsilon": None}, "Add --target_epsilon 8"),
-    "lora layers": ({"lora_r": "2", "lora_target_modules": "nothing"}, "Name layers with --lora_target_modules"),
 }  # fmt: skip
 
 
