@@ -117,11 +117,16 @@ def _on_values(model: nn.Module) -> Iterator[Refusal]:
             f"{name} was made in torch.inference_mode, so it cannot be trained. Load the model outside of it.",
         )
         yield (
-            has_values and p.is_floating_point() and not bool(torch.isfinite(p).all()),
+            has_values and not is_finite(p),
             f"The weights of the model are not finite: {name} holds NaN or infinity, so every loss would be NaN, "
             "every record would be dropped, and the run would train on noise. Load the weights again; if they came "
             "from a run that diverged, start from an older checkpoint with a smaller learning rate.",
         )
+
+
+def is_finite(p: torch.Tensor) -> bool:
+    """Whether it holds neither NaN nor infinity."""
+    return not p.is_floating_point() or bool(torch.isfinite(p).all())
 
 
 def _rope_types(model: nn.Module) -> set[str]:
