@@ -12,7 +12,7 @@ import typer
 from hf_dpopt.cli.show import print_json, print_table, warn
 from hf_dpopt.common.checks import check_choice, check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.plan.advice import HEAD_PASSES, REFERENCE_SIZE, Advice, TrainingJob, advise, head_instead
+from hf_dpopt.plan.advice import HEAD_PASSES, REFERENCE_SIZE, TrainingJob, advise, head_instead
 from hf_dpopt.plan.outlook import Kind, Outlook, outlook_of
 from hf_dpopt.plan.plan import PrivacyPlan
 
@@ -115,8 +115,8 @@ def show_advice(job: TrainingJob, *, as_json: bool) -> None:
     advice = rows[0]
     if advice.outlook.verdict == "poor":
         warn(
-            "at this budget and with these passes the model is expected to learn little. More passes (as in the "
-            "table), more records or a larger epsilon would help."
+            "at this budget and with these passes the model is expected to learn little. More passes, more records or "
+            "a larger epsilon would help."
         )
     records = advice.batch * advice.outlook.num_steps
     if as_json:
@@ -128,7 +128,7 @@ def show_advice(job: TrainingJob, *, as_json: bool) -> None:
                 "num_steps": advice.outlook.num_steps,
                 "records": records,
                 **_outlook_facts(advice.outlook),
-                "more_passes": [_row(row) for row in rows],
+                "useful_steps_of_passes": {f"{row.job.passes:g}": row.outlook.useful_steps for row in rows},
             }
         )
         return
@@ -142,8 +142,8 @@ def show_advice(job: TrainingJob, *, as_json: bool) -> None:
     typer.echo(f"For {job.kind} finetuning ({job.objective}) of {job.model_size / 1e6:.3g} million weights.")
     typer.echo(f"Outlook: {advice.outlook.describe()}.")
     typer.echo(f"Cost: {records:,} records in forward and backward passes.")
-    columns = ("passes", "batch", "steps", "noise / signal in a step", "steps' worth without noise", "")
-    print_table("With more passes over the records", columns, (_row(row).values() for row in rows), width=110)
+    more = (f"{row.job.passes:g} would be worth {row.outlook.useful_steps:.3g} steps" for row in rows[1:])
+    typer.echo(f"More passes: {', '.join(more)}.")
     if (head := head_instead(job)) is not None:
         worth = f"{head.outlook.useful_steps:.3g} steps in {head.job.passes:g} passes over features computed once"
         typer.echo(f"A linear head on the frozen model would be worth {worth}: --finetuning head.")
@@ -195,18 +195,6 @@ def judge(plan: PrivacyPlan, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
 def _outlook_facts(outlook: Outlook) -> dict[str, Any]:
     return {
         "noise_over_signal": {"step": outlook.step_ratio, "run": outlook.run_ratio},
-        "useful_steps": outlook.useful_steps,
-        "verdict": outlook.verdict,
-    }
-
-
-def _row(advice: Advice) -> dict[str, Any]:
-    outlook = advice.outlook
-    return {
-        "passes": advice.job.passes,
-        "batch": advice.batch,
-        "steps": outlook.num_steps,
-        "noise_over_signal": outlook.step_ratio,
         "useful_steps": outlook.useful_steps,
         "verdict": outlook.verdict,
     }

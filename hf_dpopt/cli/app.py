@@ -93,7 +93,6 @@ def plan(
     epochs: Epochs = None,
     optimizer: Annotated[str, typer.Option(help="adamw (any adaptive one) or sgd.")] = "adamw",
     momentum: Annotated[float, typer.Option(help="Of SGD; noise is tuned for it.")] = 0.0,
-    schedule: Annotated[str, typer.Option(help="Learning rate: constant, or linear down to 0.")] = "linear",
     weights: Annotated[str | None, typer.Option(help="Weights of the model, frozen ones included (125M).")] = None,
     finetuning: Finetuning = None,
     objective: Annotated[str, typer.Option(help="classification, or generation (of tokens).")] = "classification",
@@ -156,7 +155,6 @@ def audit(
             callback=check_path,
         ),
     ] = None,
-    confidence: Annotated[float, typer.Option(help="Of the lower bounds.")] = 0.95,
     as_json: AsJson = False,
     **options: Any,
 ) -> None:
@@ -165,13 +163,9 @@ def audit(
     Takes seconds and no data. Without options: 1,000 canaries, 32 steps of 250, epsilon 4 at delta 1e-5. Exit code 0:
     no test failed. 1: one did, or the claim is refuted. 2: a wrong setting.
     """
-    from hf_dpopt.cli import audit as audits
+    from hf_dpopt.cli.audit import show_audit
 
-    significance = audits.significance_of(confidence)
-    code = audits.show_audit(
-        options, num_canaries=canaries, num_steps=steps, significance=significance, as_json=as_json, like=like
-    )
-    _end_with(code)
+    _end_with(show_audit(options, num_canaries=canaries, num_steps=steps, as_json=as_json, like=like))
 
 
 @app.command()

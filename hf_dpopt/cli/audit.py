@@ -42,32 +42,20 @@ def show_audit(
     *,
     num_canaries: int,
     num_steps: int,
-    significance: float,
     as_json: bool,
     like: Path | None = None,
 ) -> int:
     """Audit these options, or those of a run it is like, print what was found, and return 1 if a test failed."""
     settings = {} if like is None else _settings_like(like)
     settings |= {name: value for name, value in options.items() if value is not None}
-    done = audit(settings, num_canaries=num_canaries, num_steps=num_steps, significance=significance)
+    done = audit(settings, num_canaries=num_canaries, num_steps=num_steps)
     if like is not None:
         current_ranks().same(lambda: _write_down(like, done))
     if as_json:
         print_json(done.public_dict())
     else:
-        _print(done, significance)
+        _print(done)
     return 0 if done.has_passed else 1
-
-
-def significance_of(confidence: float) -> float:
-    """Probability with which a bound may be too high.
-
-    Raises:
-        DPConfigError: for a confidence outside of (0, 1).
-    """
-    if not 0 < confidence < 1:
-        raise DPConfigError(f"--confidence={confidence:g} makes no bound. Use a number between 0 and 1, such as 0.95.")
-    return 1 - confidence
 
 
 def _write_down(output_dir: Path, done: Audit) -> None:
@@ -78,7 +66,7 @@ def _write_down(output_dir: Path, done: Audit) -> None:
     sys.stderr.write(f"hf-dpopt: written to {path}, and into the statement beside it.\n")
 
 
-def _print(done: Audit, significance: float) -> None:
+def _print(done: Audit) -> None:
     setting = done.setting
     typer.echo(
         f"{setting['num_canaries']} canaries, {setting['num_steps']} steps of {setting['expected_batch_size']}, "
@@ -88,5 +76,5 @@ def _print(done: Audit, significance: float) -> None:
     for finding in done.findings:
         typer.echo(f"{'ok' if finding.has_passed else 'FAILED':<7} {finding.name}: {finding.seen}")
     for method, bound in done.bounds.items():
-        typer.echo(f"        epsilon >= {bound:.2f} by {method}, with confidence {1 - significance:.0%}")
+        typer.echo(f"        epsilon >= {bound:.2f} by {method}, with confidence {1 - done.significance:.0%}")
     typer.echo(done.verdict)

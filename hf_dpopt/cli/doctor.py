@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import typer
+from dp_accounting import ComposedDpEvent
 
 from hf_dpopt.accounting import accountants
 from hf_dpopt.common.errors import DPConfigError
@@ -48,9 +48,9 @@ class Health:
         self.found = found or Found(None, None, None)
         self.ledger = self.found.known
         self.checkpoints = [examine(path, self.ledger, needed=NEEDED) for path in checkpoints(output_dir)]
-        # one charge for all steps, and no checkpoints
-        self.is_head = self.ledger is not None and (self.ledger.plan or {}).get("kind") == HEAD
-        for part in (self._run, self._cost, self._keys, self._lock, self._checkpoints, self._left, self._resume):
+        is_head = self.ledger is not None and (self.ledger.plan or {}).get("kind") == HEAD
+        own = (self._head,) if is_head else (self._cost, self._checkpoints, self._left, self._resume)
+        for part in (self._run, self._keys, self._lock, *own):
             self._tried(part.__name__.lstrip("_"), part)  # one thing that cannot be read hides no other
 
     def _tried(self, name: str, read: Callable[[], T]) -> T | None:
@@ -72,16 +72,13 @@ class Health:
         """Epsilon of so many steps of each chain, with earlier runs; None where the ledger does not say enough."""
         assert self.ledger is not None and self.ledger.plan is not None
         plan = self.ledger.plan
-        if self.is_head:  # charged as a whole, once
-            return math.inf if plan.get("epsilon") is None else float(plan["epsilon"])
         if not plan.get("is_private", True):
             return math.inf
         if charged == (plan.get("num_steps"),):
             return float(plan["epsilon"])
         try:
-            *before, this = earlier_runs_of(plan, charged, self.ledger.digest(), where=str(self.output_dir))
-            release = dataclasses.replace(this.release, earlier=tuple(before))
-            event = release.event_of_draws(this.draw_stddev, this.charged)
+            runs = earlier_runs_of(plan, charged, self.ledger.digest(), where=str(self.output_dir))
+            event = ComposedDpEvent([run.event for run in runs])
             return accountants.epsilon(event, plan["delta"], plan["adjacency"], relative_error=RELATIVE_ERROR).epsilon
         except DPConfigError:
             return None
@@ -109,14 +106,10 @@ class Health:
         charged, plan = ledger.charged, ledger.plan
         spent = self._epsilon(charged) if sum(charged) else 0.0
         known = "epsilon not known from this ledger" if spent is None else f"epsilon {spent:.4g}"
-        planned = "no plan recorded"
-        if "epsilon" in plan:  # a head's is None without noise
-            planned = f"{math.inf if plan['epsilon'] is None else float(plan['epsilon']):.4g} planned"
+        planned = f"{float(plan['epsilon']):.4g} planned" if "epsilon" in plan else "no plan recorded"
         target = f", target {plan['target_epsilon']:g}" if plan.get("target_epsilon") else ""
         at = f" at delta {plan['delta']:g} ({plan['adjacency']})" if "delta" in plan else ""
         steps = f"{sum(charged)} steps charged in {len(charged)} chain{'s' * (len(charged) != 1)}"
-        if self.is_head:
-            steps = f"all {plan.get('num_steps', '?')} steps charged at once" if sum(charged) else "nothing charged"
         self._say("cost", f"{steps}: {known}{at}; {planned}{target}")
         if self.found.ledger is not None and (behind := self.found.num_unknown):
             self._say("cost", f"{behind} of them are not in the ledger: it was put back. The next run adds them", True)
@@ -126,6 +119,22 @@ class Health:
                     "cost",
                     "a private evaluation was charged and gave no result: its cost counts, and it is not asked again",
                 )
+
+    def _head(self) -> None:
+        """Say what a convex head cost, which is charged for all steps at once and has no checkpoints."""
+        assert self.ledger is not None and self.ledger.plan is not None
+        plan, key = self.ledger.plan, self.ledger.last_chain
+        epsilon = math.inf if plan.get("epsilon") is None else float(plan["epsilon"])  # None without noise
+        steps = (
+            f"all {plan.get('num_steps', '?')} steps charged at once" if self.ledger.num_charged else "nothing charged"
+        )
+        self._say("cost", f"{steps}: epsilon {epsilon:.4g} at delta {plan.get('delta')} ({plan.get('adjacency')})")
+        if key is None:
+            self._say("resume", "nothing was trained yet")
+        elif self.found.keys is None or self.found.keys.load(key.chain_id, key.key_id) is None:
+            self._say("resume", "not possible: the run has ended, or its key is gone")
+        else:
+            self._say("resume", "with the same command, under its key; nothing more is charged")
 
     def _keys(self) -> None:
         if self.ledger is None or self.private_dir is None:
@@ -153,7 +162,7 @@ class Health:
                 self._say(one.folder.name, "whole: all files are those that were saved")
             else:
                 self._say(one.folder.name, f"not to resume from: {'; '.join(one.reasons)}. Move it away", True)
-        if not self.checkpoints and not self.is_head:
+        if not self.checkpoints:
             self._say("checkpoints", "none")
 
     def _left(self) -> None:
@@ -165,15 +174,6 @@ class Health:
         """Say from where the run can go on, and what it will have cost in the end."""
         ledger = self.ledger
         if ledger is None or ledger.plan is None or "num_steps" not in ledger.plan:
-            return
-        if self.is_head:  # it costs nothing more
-            key = ledger.last_chain
-            if key is None:
-                self._say("resume", "nothing was trained yet")
-            elif self.found.keys is None or self.found.keys.load(key.chain_id, key.key_id) is None:
-                self._say("resume", "not possible: the run has ended, or its key is gone")
-            else:
-                self._say("resume", "with the same command, under its key; nothing more is charged")
             return
         plan, planned, target = ledger.plan, int(ledger.plan["num_steps"]), ledger.plan.get("target_epsilon")
         last = next((one for one in self.checkpoints if one.is_whole), None)

@@ -50,19 +50,18 @@ def steps_of_run(num_examples: int, batch_size: int, *, steps: int | None, epoch
 
 
 def workload_of(given: Mapping[str, Any], num_steps: int) -> Workload:
-    """Make the workload of the optimizer: its map from gradients to iterates.
+    """Make the workload of the optimizer: its map from gradients to iterates, by learning rates that fall to 0.
 
     Args:
-        given: flags `optimizer`, `momentum` and `schedule`.
+        given: flags `optimizer` and `momentum`.
         num_steps: optimizer steps.
     """
-    optimizer, momentum, schedule = given["optimizer"], given["momentum"], given["schedule"]
+    optimizer, momentum = given["optimizer"], given["momentum"]
     check_choice("optimizer", optimizer, ("adamw", "sgd"))
-    check_choice("schedule", schedule, ("constant", "linear"))
     if optimizer == "adamw" and momentum:
         raise DPConfigError("--momentum is that of SGD: add --optimizer sgd. Noise for AdamW is tuned without it.")
-    scheduled = schedule == "linear" and 1 < num_steps <= MAX_SCHEDULED_STEPS
-    sizes = [(num_steps - t) / num_steps for t in range(num_steps)] if scheduled else None
+    is_short = 1 < num_steps <= MAX_SCHEDULED_STEPS
+    sizes = [(num_steps - t) / num_steps for t in range(num_steps)] if is_short else None
     workload = momentum_workload(num_steps, momentum, sizes)
     return dataclasses.replace(workload, adaptive=optimizer == "adamw")
 
@@ -172,6 +171,6 @@ def print_mechanisms(rows: Sequence[ComparedNoise]) -> None:
         caption=(
             "sigma: noise multiplier; sigma_z: of the draws; one step: noise of a step, in clipping norms. RMSE and "
             "max error: of the iterates, in clipping norms x learning rate / batch size, for this optimizer and "
-            "schedule. kept: numbers of 4 bytes that the noise keeps per trained weight."
+            "a rate that falls to 0. kept: numbers of 4 bytes that the noise keeps per trained weight."
         ),
     )

@@ -15,8 +15,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_dpopt.accounting.best_of_runs import RunCount
-from hf_dpopt.accounting.delta import default_delta
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.inputs import TrainerInputs
@@ -25,7 +23,6 @@ from hf_dpopt.noise.registry import is_independent
 from hf_dpopt.plan.advice import Advice, TrainingJob, advise, kind_of
 from hf_dpopt.plan.outlook import Kind, Objective
 from hf_dpopt.plan.plan import PrivacyPlan
-from hf_dpopt.plan.tuning import share_of_a_run
 
 TUNED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "dp_adamw")  # that the advised learning rates are for
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForMultipleChoice", "ForQuestionAnswering")
@@ -242,12 +239,9 @@ def _open_options(args: DPTrainingArguments, trained: Trained) -> tuple[str, ...
 
 def _job(args: DPTrainingArguments, trained: Trained, *, num_units: int, batch: int) -> TrainingJob:
     assert args.target_epsilon is not None
-    target = args.target_epsilon
-    if args.tuned_runs is not None:  # each of several runs gets a part of the budget
-        target = share_of_a_run(RunCount(mean=args.tuned_runs), target, args.target_delta or default_delta(num_units))
     return TrainingJob(
         num_units=num_units,
-        target_epsilon=target,
+        target_epsilon=args.target_epsilon,  # also of a tuning, whose runs have a tenth more noise
         target_delta=args.target_delta,
         passes=args.num_train_epochs if args.max_steps <= 0 else args.max_steps * batch / num_units,
         kind=trained.kind,

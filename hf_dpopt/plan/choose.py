@@ -271,7 +271,15 @@ class _Choice:
             if self.recorded is not None and kept is not None:  # a strategy may have fewer bands than there are groups
                 num_bands = self.recorded.sampler.get("num_groups", 1)
             elif (num_bands := mechanism.num_bands_of(options)) is None:
-                num_bands = options["num_bands"] = self._best_num_bands(sampler, adjacency)
+                if config.target_epsilon is None:
+                    raise DPConfigError(
+                        "How many bands are best depends on the budget, and noise_multiplier gives none. Use "
+                        "target_epsilon, or say how many: noise_kwargs={'num_bands': 8}."
+                    )
+                num_bands = options["num_bands"] = choose_num_bands(
+                    sampler, self.num_steps, config.target_epsilon, self.delta, adjacency=adjacency,
+                    workload=self.workload, max_bands=MAX_CHOSEN_BANDS,
+                )  # fmt: skip
             sampler = sampler.with_groups(num_bands)
         strategy, steps = kept or (self._tuned_strategy(config, sampler, options), int(self.num_steps))
         check_sizes(self.num_examples, steps)  # which a recorded plan names
@@ -309,17 +317,6 @@ class _Choice:
         if any(getattr(config, name) != getattr(recorded, name) for name in names):
             return None
         return from_parameters(recorded.noise_strategy), int(recorded.noise_steps)
-
-    def _best_num_bands(self, sampler: Sampler, adjacency: str) -> int:
-        if self.config.target_epsilon is None:
-            raise DPConfigError(
-                "How many bands are best depends on the budget, and noise_multiplier gives none. Use target_epsilon, "
-                "or say how many: noise_kwargs={'num_bands': 8}."
-            )
-        return choose_num_bands(
-            sampler, self.num_steps, self.config.target_epsilon, self.delta, adjacency=adjacency,
-            workload=self.workload, max_bands=MAX_CHOSEN_BANDS,
-        )  # fmt: skip
 
     def _predicted(self, release: Release) -> float:
         """Error of the iterates over the run relative to that of another way, at the same budget.

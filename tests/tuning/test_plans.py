@@ -13,7 +13,6 @@ from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.plan.release import EarlierRun
-from hf_dpopt.plan.tuning import share_of_a_run
 from hf_dpopt.report import RunFacts, render_statement
 from hf_dpopt.verify.outcome import Unknown
 from hf_dpopt.verify.plan_events import Mechanism
@@ -63,12 +62,6 @@ def test_earlier_runs_are_refused():
     earlier = EarlierRun.from_json({"ledger_digest": "0" * 64, "charged": [40], **before.record.to_json()})
     with pytest.raises(DPConfigError, match="Leave earlier_runs out"):
         make_plan(config(tuned_runs=5.0, target_epsilon=20.0), **SIZES, earlier=[earlier])
-
-
-def test_advice_is_for_the_share_of_a_run():
-    """A Gaussian's share is near that of sampled steps; it decides batch and learning rate alone."""
-    made = make_plan(config(tuned_runs=10.0), **SIZES)
-    assert share_of_a_run(RunCount(mean=10.0), 8.0, 1e-5) == pytest.approx(made.run_epsilon, rel=0.1)
 
 
 # --- what others read ---
