@@ -14,8 +14,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from hf_dpopt.accounting.certificates import Certificate
 from hf_dpopt.accounting.delta import resolve_delta
 from hf_dpopt.clipping.thresholds import make_clipper
@@ -24,7 +22,7 @@ from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, PrivacyWarni
 from hf_dpopt.noise import MECHANISMS, NoiseStrategy, Setting, Workload, banded, from_parameters, is_whole
 from hf_dpopt.noise.gaussian import IdentityStrategy
 from hf_dpopt.noise.registry import is_independent, make_strategy
-from hf_dpopt.plan.compare import MAX_SCALED_STEPS, ComparedNoise, errors_across, ranked
+from hf_dpopt.plan.compare import ComparedNoise, ranked
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.record import PlanRecord
@@ -35,6 +33,7 @@ from hf_dpopt.sampling import SAMPLERS, Sampler
 
 SPENT = 0.9  # of a budget that calibration spends, at least
 MAX_CHOSEN_BANDS = 16  # each but the first keeps a copy of the gradient; more have to be asked for
+MOST_APART = 3.0  # of the factors of two phases; beyond, noise that is carried on leaves more than one that restarts
 MAX_COMPARED_STEPS = 10**5  # of a run whose mechanisms are compared, each tuned for it
 
 
@@ -177,10 +176,10 @@ class _Choice:
         return self.stage.changes(self.config.clipping_norm)
 
     def plan(self, advised: Mapping[str, Any] | None = None) -> PrivacyPlan:
-        """Plan of the best candidate, with noise for the budget."""
+        """Plan with noise for the budget."""
         check_sizes(self.num_examples, self.num_steps)
         self.stage.check_steps(self.num_steps)
-        config, release = self._best()
+        config, release = self._settled()
         self.stage.check_config(config)
         check_earlier(self.earlier, config, release.sampler)
         if release.horizon is not None and self.num_steps > release.horizon:
@@ -216,56 +215,44 @@ class _Choice:
             proof = None  # a run that was made longer has none
         return given, proof
 
-    # --- candidates and their score ----------------------------------------------------------------------------------
-
-    def _best(self) -> tuple[PrivacyConfig, Release]:
-        """The candidate with the least predicted error, and the config that it stands for."""
-        found, refused = [], []
-        for at_changes in self._ways_across():
-            try:
-                found.append(self._candidate(at_changes))
-            except DPConfigError as error:
-                refused.append(error)
-        if not found:
-            raise refused[0]
-        return found[0] if len(found) == 1 else min(found, key=lambda one: self._predicted(one[1]))
-
-    def _ways_across(self) -> list[str]:
-        """Values of `noise_at_changes` to compare, of which the first is taken among equals."""
+    def _way_across(self, sampler: Sampler) -> Any:
+        """Value of `noise_at_changes` that "auto" stands for: carry on where that is proven, and taken back later."""
         config, changes = self.config, self.changes
         if is_independent(config.noise_mechanism):
-            return ["auto"]
+            return "auto"
         if changes is None:
             if config.noise_at_changes != "auto":
                 raise DPConfigError(
                     f"noise_at_changes={config.noise_at_changes!r}, and no scale changes in this run: there is no "
                     "preconditioner, or a fixed one. Leave it out."
                 )
-            return ["auto"]
+            return "auto"
         if config.noise_at_changes != "auto":
-            return [config.noise_at_changes]
+            return config.noise_at_changes
         if self.recorded is not None:
-            return [self.recorded.noise_at_changes or "restart"]
-        if not changes.is_taken_back and self.num_steps > MAX_SCALED_STEPS:
-            return ["restart"]  # to compare it with others takes a matrix of that many steps
+            return self.recorded.noise_at_changes or "restart"
+        if changes.every == 1:
+            return "carry_on"
         if config.noise_restart_every is not None:
-            return ["carry_on"] if changes.every % config.noise_restart_every else ["restart"]
-        return ["carry_on", "restart"] if changes.every > 1 else ["carry_on"]
+            return "carry_on" if changes.every % config.noise_restart_every else "restart"
+        is_taken_back = changes.is_taken_back and max(changes.factors) <= MOST_APART * min(changes.factors)
+        return "carry_on" if is_taken_back and sampler.takes_changing_scales else "restart"
 
-    def _candidate(self, at_changes: str) -> tuple[PrivacyConfig, Release]:
-        """The release that crosses changes of the scale in one way, and the config without "auto" that it stands for.
+    def _settled(self) -> tuple[PrivacyConfig, Release]:
+        """The config without "auto", and everything that it releases.
 
         Raises:
             DPConfigError: if it has no proof, or for options that the mechanism does not know.
         """
-        config = dataclasses.replace(self.config, noise_at_changes=at_changes)  # type: ignore[arg-type]
-        if at_changes == "restart":
+        sampler = make_sampler(self.config, self.num_examples)
+        config = dataclasses.replace(self.config, noise_at_changes=self._way_across(sampler))
+        if config.noise_at_changes == "restart":
             assert self.changes is not None
             config = _restarted(config, self.changes.every)
         mechanism, options = MECHANISMS[config.noise_mechanism], config.mechanism_options
         if mechanism.is_independent and options != config.noise_kwargs:
             raise DPConfigError("Independent noise keeps nothing: leave backend and offload out of noise_kwargs.")
-        kept, sampler = self._kept_strategy(config), make_sampler(config, self.num_examples)
+        kept = self._kept_strategy(config)
         adjacency: Any = sampler.adjacencies[0] if config.adjacency == "auto" else config.adjacency
         if sampler.has_groups and mechanism.num_bands_of is not None:
             if self.recorded is not None and kept is not None:  # a strategy may have fewer bands than there are groups
@@ -289,7 +276,7 @@ class _Choice:
             sampler=sampler, strategy=strategy, steps=steps, adjacency=adjacency, tuned=config.tuned,
             opening=None if self.stage.opening is None else self.stage.opening.noise_multiplier, earlier=self.earlier,
         )  # fmt: skip
-        if at_changes == "carry_on" and not sampler.takes_changing_scales:
+        if config.noise_at_changes == "carry_on" and not sampler.takes_changing_scales:
             raise DPConfigError(
                 f"Correlated noise that goes on where scales change has no proof with sampling={sampler.name!r}. "
                 "Use sampling='fixed_order', or noise_at_changes='restart'."
@@ -317,15 +304,6 @@ class _Choice:
         if any(getattr(config, name) != getattr(recorded, name) for name in names):
             return None
         return from_parameters(recorded.noise_strategy), int(recorded.noise_steps)
-
-    def _predicted(self, release: Release) -> float:
-        """Error of the iterates over the run relative to that of another way, at the same budget.
-
-        The noise multiplier is left out: it is that of the same event, or of one whose sensitivity is the only
-        difference; for balls in bins it is nearly so.
-        """
-        errors = errors_across(release.strategy, self.num_steps, self.workload, self.changes)
-        return release.sensitivity * float(np.sqrt(errors.mean()))
 
 
 def make_sampler(config: PrivacyConfig, num_examples: int) -> Sampler:

@@ -236,8 +236,8 @@ class NoiseOptions:
     noise_restart_every: int | None = option(None, "Restart correlated noise after so many steps.", unset="never")
     noise_at_changes: str = option(
         "auto",
-        "Correlated noise when a preconditioner or clipping norm changes: continue or restart; auto takes the least "
-        "predicted error: docs/optimizers.md.",
+        "Correlated noise when a preconditioner or clipping norm changes: continue or restart; auto continues where "
+        "later steps take the noise back: docs/optimizers.md.",
         choices=get_args(NoiseAtChanges),
     )
     noise_rng: str = option(

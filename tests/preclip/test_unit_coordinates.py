@@ -203,12 +203,15 @@ def _compared(preclip=None, **changes):
     return ranked([make_plan(PrivacyConfig(**config), num_examples=20000, num_steps=1000, preclip=preclip)], None)[0]
 
 
-def test_the_way_is_the_one_with_the_least_error():
-    spec = DelayedPreconditioner(delay=50, learning_rate_ratio=5.0)  # noise of one phase is a fifth in the other
+@pytest.mark.parametrize("ratio", [2.0, 5.0])
+def test_the_way_is_the_one_with_the_least_error(ratio):
+    spec = DelayedPreconditioner(delay=50, learning_rate_ratio=ratio)  # noise of one phase is a fifth in the other
     found = {way: _compared(spec, noise_at_changes=way).rmse for way in WAYS}
     best = min(found, key=found.__getitem__)
-    chosen = _compared(spec)
-    assert best == "restart" and chosen.plan.config.noise_at_changes == best and chosen.rmse == found[best]
+    assert _compared(spec).plan.config.noise_at_changes == best == ("carry_on" if ratio < 3 else "restart")
+
+
+def test_noise_that_is_not_taken_back_restarts():
     assert _compared(DelayedPreconditioner(delay=50, variant="noise_first")).plan.config.noise_at_changes == "restart"
     assert _compared(PublicSubspaceProjection()).plan.config.noise_at_changes == "restart"
     assert _compared(PublicSubspaceProjection(project="after_noise")).plan.config.noise_at_changes == "auto"
