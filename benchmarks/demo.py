@@ -21,7 +21,6 @@ from hf_dpopt.huggingface.demo import run
 REPORT = Path(__file__).resolve().parents[1] / "docs" / "demo.json"
 NUMBERS = {
     "untrained": ("loss",),
-    "stock_best": ("loss", "recited", "epoch"),
     "stock": ("loss", "recited", "seconds"),
     "private": ("loss", "recited", "seconds", "epsilon"),
 }

@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    DataCollatorForSeq2Seq,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 
@@ -123,16 +123,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, bos_token=END, pad_token=END)
 
 
-def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Pad records to the longest of the batch; padding is not learned."""
-    longest = max(len(row["input_ids"]) for row in rows)
-    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
-    return {
-        key: torch.tensor([row[key] + [value] * (longest - len(row[key])) for row in rows])
-        for key, value in fill.items()
-    }
-
-
 @dataclasses.dataclass
 class Demo:
     """Model, records and what is measured of them."""
@@ -142,6 +132,7 @@ class Demo:
 
     def __post_init__(self) -> None:
         self.notes, self.tokenizer = make_notes(self.sizes, self.seed), make_tokenizer()
+        self.collate = DataCollatorForSeq2Seq(self.tokenizer)  # pads targets, too, with what is not learned
         self.train, self.held_out = self._rows(self.notes.train), self._rows(self.notes.held_out)
 
     def _rows(self, notes: list[str]) -> list[dict[str, list[int]]]:
@@ -161,17 +152,15 @@ class Demo:
     @torch.no_grad()
     def measure(self, model: Any) -> dict[str, Any]:
         """Test loss a token with its 95 % interval, and which secrets the model completes word by word."""
-        was_training = model.training
         model.eval()
         losses = []
         for start in range(0, len(self.held_out), 250):
-            batch = collate(self.held_out[start : start + 250])
+            batch = self.collate(self.held_out[start : start + 250])
             logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
             targets = batch["labels"][:, 1:]
             of_tokens = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
             losses += (of_tokens.sum(1) / (targets != -100).sum(1)).tolist()  # padding has loss 0
         completions = [self.complete(model, prompt) for prompt, _ in self.notes.secrets]
-        model.train(was_training)
         spread = torch.tensor(losses).std().item() / math.sqrt(len(losses))
         recited = sum(said == code for said, (_, code) in zip(completions, self.notes.secrets, strict=True))
         return {
@@ -188,33 +177,6 @@ class Demo:
             next_id = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, -1].argmax(-1)
             ids = torch.cat([ids, next_id[:, None]], dim=1)
         return str(self.tokenizer.decode(ids[0, -DIGITS:]))
-
-    def train_stock(self, folder: Path) -> list[dict[str, Any]]:
-        """Train with the stock Trainer; measured after every epoch."""
-        epochs: list[dict[str, Any]] = []
-
-        class Measure(TrainerCallback):
-            def on_epoch_end(_, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                epochs.append(self.measure(kwargs["model"]))
-
-        args = TrainingArguments(
-            str(folder), per_device_train_batch_size=16, learning_rate=2e-3,
-            num_train_epochs=self.sizes.stock_epochs, seed=self.seed, **_QUIET,
-        )  # fmt: skip
-        Trainer(
-            self.make_model(), args, train_dataset=self.train, data_collator=collate, callbacks=[Measure()]
-        ).train()
-        return epochs
-
-    def train_private(self, folder: Path, epsilon: float) -> tuple[Any, Any]:
-        """Train the same model with `DPTrainer`; return it and what was spent."""
-        args = DPTrainingArguments(
-            str(folder), target_epsilon=epsilon,
-            num_train_epochs=self.sizes.private_epochs, seed=self.seed, **_QUIET,
-        )  # fmt: skip
-        trainer = DPTrainer(self.make_model(), args, train_dataset=self.train, data_collator=collate)
-        trainer.train()
-        return trainer.model, trainer.privacy_spent()
 
 
 _QUIET: dict[str, Any] = dict(
@@ -242,26 +204,28 @@ def run(folder: Path, *, seed: int = 0, epsilon: float = 8.0, sizes: Sizes | Non
         f"{sizes.records} made-up notes of a doctor, {sizes.secrets} secrets among them, each in {sizes.copies} "
         f"notes. GPT-2 of {demo.make_model().num_parameters() / 1e6:.1f} million weights, from scratch."
     )
-    untrained = demo.measure(demo.make_model())
-    console.print("Training with the stock Trainer ..")
-    begin = time.monotonic()
-    epochs = demo.train_stock(folder / "stock")
-    stock_seconds = time.monotonic() - begin
-    console.print(f"Training with DPTrainer, target_epsilon={epsilon:g} ..")
-    begin = time.monotonic()
-    model, spent = demo.train_private(folder / "private", epsilon)
-    private_seconds = time.monotonic() - begin
-    best = min(epochs, key=lambda found: found["loss"])
-    private = demo.measure(model)
-    facts = {
+    stock = TrainingArguments(
+        str(folder / "stock"), per_device_train_batch_size=16, learning_rate=2e-3,
+        num_train_epochs=sizes.stock_epochs, seed=seed, **_QUIET,
+    )  # fmt: skip
+    private = DPTrainingArguments(
+        str(folder / "private"), target_epsilon=epsilon, num_train_epochs=sizes.private_epochs, seed=seed, **_QUIET
+    )
+    facts: dict[str, Any] = {
         "seed": seed,
         "sizes": dataclasses.asdict(sizes),
-        "untrained": untrained,
-        "stock_best": {**best, "epoch": epochs.index(best) + 1},
-        "stock": {**epochs[-1], "seconds": stock_seconds},
-        "private": {**private, "seconds": private_seconds, "epsilon": spent.epsilon, "delta": spent.delta},
-        "gain_kept": (untrained["loss"] - private["loss"]) / (untrained["loss"] - best["loss"]),
+        "untrained": demo.measure(demo.make_model()),
     }
+    for name, kind, args in (("stock", Trainer, stock), ("private", DPTrainer, private)):
+        console.print(f"Training with {kind.__name__} ..")
+        begin = time.monotonic()
+        trainer: Any = kind(demo.make_model(), args, train_dataset=demo.train, data_collator=demo.collate)
+        trainer.train()
+        facts[name] = {"seconds": time.monotonic() - begin, **demo.measure(trainer.model)}
+    spent = trainer.privacy_spent()
+    facts["private"] |= {"epsilon": spent.epsilon, "delta": spent.delta}
+    before, after, reached = (facts[name]["loss"] for name in ("untrained", "private", "stock"))
+    facts["gain_kept"] = (before - after) / (before - reached)
     (folder / "demo.json").write_text(json.dumps(facts, indent=1) + "\n")
     _print(console, demo, facts, folder)
     return facts
@@ -271,12 +235,7 @@ def _print(console: Console, demo: Demo, facts: dict[str, Any], folder: Path) ->
     table = Table()
     for heading in ("", "test loss", "secrets recited", "epsilon", "time"):
         table.add_column(heading, justify="right" if heading else "left")
-    best = facts["stock_best"]
-    names = {
-        "untrained": "before training", "stock_best": f"Trainer, best epoch: {best['epoch']}",
-        "stock": "Trainer, last epoch", "private": "DPTrainer",
-    }  # fmt: skip
-    for key, name in names.items():
+    for key, name in {"untrained": "before training", "stock": "Trainer", "private": "DPTrainer"}.items():
         found = facts[key]
         table.add_row(
             name,
@@ -291,7 +250,7 @@ def _print(console: Console, demo: Demo, facts: dict[str, Any], folder: Path) ->
     for prompt, stock, private in shown:
         console.print(f'"{prompt}"\n    Trainer:   {stock}  (true)\n    DPTrainer: {private}', highlight=False)
     console.print(
-        f"The private model has {facts['gain_kept']:.0%} of the stock model's best gain in test loss. Epsilon "
+        f"The private model has {facts['gain_kept']:.0%} of the stock model's gain in test loss. Epsilon "
         f"protects one note; the bound for a secret in {demo.sizes.copies} notes is weaker.\n"
         f"Statement: {folder / 'private' / 'privacy' / 'statement.md'}\n"
         f"Check it: hf-dpopt verify {folder / 'private'}",
