@@ -98,8 +98,6 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
             self.optim = "adamw_torch"
         super().__post_init__()
         self.optim = asked if asked in OPTIMIZERS else self.optim
-        if isinstance(self.filter, str) and self.filter.strip().lower() == "none":
-            self.filter = None
 
     def privacy_config(self, expected_batch_size: int) -> PrivacyConfig:
         """The privacy side of these arguments, checked."""

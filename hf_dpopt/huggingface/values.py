@@ -95,9 +95,6 @@ def check_types(args: TrainingArguments) -> None:
             kinds = (bool, int, type(None))  # transformers takes 0 and 1
         if set(kinds) <= {bool, int, float, type(None)} or name in ("optim_args", "output_dir"):
             check_kind(name, value, typing.Union[kinds])  # noqa: UP007  # of a tuple
-    for name in (*_JSON, "optim", "lr_scheduler_type"):
-        if isinstance(getattr(args, name), int | float | list | tuple | bytes):
-            raise DPConfigError(f"{name}={shown(getattr(args, name))} is no {'mapping' if name in _JSON else 'name'}.")
 
 
 def check_json(args: Any) -> None:
