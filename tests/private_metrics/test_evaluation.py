@@ -259,7 +259,7 @@ def test_what_would_release_more_is_refused(tmp_path, changes, match):
 
 
 def test_several_sets_are_evaluated_one_by_one(tmp_path):
-    trainer = make(tmp_path, {"a": held_out(), "b": held_out(20)})
+    trainer = make(tmp_path, {"a": held_out(), "b": held_out(20)}, eval_times=3)
     found = trainer.evaluate()
     assert {"eval_a_loss", "eval_b_loss", "eval_b_epsilon"} <= found.keys()
     charged = Ledger.find(trainer.args.output_dir).evaluations
