@@ -13,6 +13,8 @@ Shape legend: B = records of the physical batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch._functorch.config
 from torch import nn
@@ -26,7 +28,7 @@ from hf_dpopt.clipping.scaling import UNSCALED, Scale
 from hf_dpopt.clipping.thresholds import Clipping
 from hf_dpopt.clipping.units import Units
 from hf_dpopt.common.collectives import current_ranks
-from hf_dpopt.randomness import framework
+from hf_dpopt.randomness.framework import snapshot
 
 
 class TwoPassEngine(ClippingEngine):
@@ -52,9 +54,9 @@ class TwoPassEngine(ClippingEngine):
             losses_B = self._forward(record_losses, num_records, units)
             device = losses_B.device.type
             # whatever a backward recomputes with dropout must see the same masks in every backward
-            random_state = framework.snapshot(losses_B.device)
+            restore = snapshot(losses_B.device)
             scale, together = sums.scale or UNSCALED, dict[str, list[Contribution]]()
-            squares, used = self._squares(losses_B, random_state, scale)
+            squares, used = self._squares(losses_B, restore, scale)
             with torch.no_grad():
                 factors, keep_B = self.clipping.factors(squares), self._usable(squares)
             all_kept = bool(keep_B.all())
@@ -78,21 +80,21 @@ class TwoPassEngine(ClippingEngine):
 
             sums.close(*(name for name in self.parameters if name not in used))
             capture.receive = receive
-            framework.restore(random_state)
+            restore()
             self._backward(losses_B)
             for name in list(together):
                 add(name, together.pop(name))
         return self._statistics(sums, losses_B, squares, factors, keep_B)
 
     def _squares(
-        self, losses_B: torch.Tensor, random_state: framework.Snapshot, scale: Scale
+        self, losses_B: torch.Tensor, restore: Callable[[], None], scale: Scale
     ) -> tuple[dict[str, torch.Tensor], set[str]]:
         """The first backward: group -> squared norms of the scaled gradients, (B,), and the parameters used."""
         keep = set(self._reused)
         while True:
             norms = _Norms(self.clipping, self._no_squares(losses_B), keep, scale)
             self.capture.receive = norms.measure
-            framework.restore(random_state)
+            restore()
             self._backward(losses_B, keep_graph=True)
             self._reused |= norms.reused
             more = norms.to_keep()

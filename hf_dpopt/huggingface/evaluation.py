@@ -30,7 +30,7 @@ from hf_dpopt.huggingface.storage_faults import found_by, open_log
 from hf_dpopt.plan.evaluation_budget import EvaluationBudget
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.randomness.cipher import make_noise_source
-from hf_dpopt.randomness.framework import reseed_from_the_system
+from hf_dpopt.randomness.framework import keep_generators, reseed_from_the_system
 from hf_dpopt.records.collation import Collation
 from hf_dpopt.records.limits import Limits, padding_id_of
 from hf_dpopt.records.losses import RecordLosses, num_records, problem_type
@@ -342,7 +342,7 @@ class EvaluationGuard:
     @contextlib.contextmanager
     def _evaluating(self, model: nn.Module) -> Iterator[KeptState]:
         """Evaluation mode, under random numbers that nobody knows; all state of the model is restored after it."""
-        kept, mode = conditions.keep_generators(conditions.device_of(model)), conditions.in_mode(model, training=False)
+        kept, mode = keep_generators(conditions.device_of(model)), conditions.in_mode(model, training=False)
         with kept, mode, torch.no_grad(), self._autocast():
             reseed_from_the_system()
             start = KeptState(model, has_caches=True)

@@ -8,11 +8,10 @@ in a state that a checkpoint could save.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -58,12 +57,40 @@ def seed_torch(key: bytes) -> None:
     torch.set_rng_state(state)
 
 
-def reseed_from_the_system() -> None:
-    """Seed Python's, numpy's and torch's generators from the operating system, for good."""
-    seed = os.urandom(KEY_BYTES)
+def _seed_all(seed: bytes) -> None:
     random.seed(seed)
     np.random.seed(np.frombuffer(seed, dtype=np.uint32))
     seed_torch(seed)
+
+
+def reseed_from_the_system() -> None:
+    """Seed Python's, numpy's and torch's generators from the operating system, for good."""
+    _seed_all(os.urandom(KEY_BYTES))
+
+
+def snapshot(device: torch.device) -> Callable[[], None]:
+    """Take the state of the generators that a model on a device may draw from; return what sets them back to it."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    accelerator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if accelerator is not None:
+            torch.cuda.set_rng_state(accelerator, device)
+
+    return restore
+
+
+@contextlib.contextmanager
+def keep_generators(device: torch.device) -> Iterator[None]:
+    """Restore the generators of Python, numpy and torch after the context."""
+    restore = snapshot(device)
+    try:
+        yield
+    finally:
+        restore()
 
 
 @contextlib.contextmanager
@@ -73,47 +100,6 @@ def secret_randomness(key: bytes, step: int, rank: int, device: torch.device) ->
     Their initial state is secret (all of it on the CPU, 64 bits on a GPU); the generators themselves are statistical,
     not ciphers. Noise and sampling never use them.
     """
-    seed = derive_key(key, "step", str(step), "rank", str(rank))
-    saved = random.getstate(), np.random.get_state()
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        random.seed(seed)
-        np.random.seed(np.frombuffer(seed, dtype=np.uint32))
-        seed_torch(seed)
-        try:
-            yield
-        finally:
-            random.setstate(saved[0])
-            np.random.set_state(saved[1])
-
-
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """The state of the generators that a model on a device may draw from."""
-
-    python: tuple
-    numpy: Any
-    cpu: torch.Tensor
-    device: torch.device
-    accelerator: torch.Tensor | None
-
-
-def snapshot(device: torch.device) -> Snapshot:
-    """The present state of the generators."""
-    on_cuda = device.type == "cuda"
-    return Snapshot(
-        python=random.getstate(),
-        numpy=np.random.get_state(),
-        cpu=torch.get_rng_state(),
-        device=device,
-        accelerator=torch.cuda.get_rng_state(device) if on_cuda else None,
-    )
-
-
-def restore(state: Snapshot) -> None:
-    """Set the generators back to a snapshot: the next draws are those that followed it."""
-    random.setstate(state.python)
-    np.random.set_state(state.numpy)
-    torch.set_rng_state(state.cpu)
-    if state.accelerator is not None:
-        torch.cuda.set_rng_state(state.accelerator, state.device)
+    with keep_generators(device):
+        _seed_all(derive_key(key, "step", str(step), "rank", str(rank)))
+        yield

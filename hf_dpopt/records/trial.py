@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.randomness.framework import restore, snapshot
+from hf_dpopt.randomness.framework import keep_generators
 from hf_dpopt.records.collation import DECLARED, Batch, Collation, check_rows, length_of
 from hf_dpopt.records.positions import num_entries
 
@@ -50,8 +50,7 @@ def try_collation(collation: Collation, records: Sequence[Any]) -> None:
         if records:
             raise DPConfigError(NONE_USABLE)
         return
-    before = snapshot(torch.device("cpu"))
-    try:
+    with keep_generators(torch.device("cpu")):
         for a, b in itertools.pairwise(fitted if len(fitted) > 1 else fitted * 2):
             _compare(collation, a, b)
             _compare(collation, b, a)
@@ -59,8 +58,6 @@ def try_collation(collation: Collation, records: Sequence[Any]) -> None:
         if pair is not None:
             _compare(collation, *pair)
             _compare(collation, *reversed(pair))
-    finally:
-        restore(before)
 
 
 def beside_shorter(collation: Collation, records: Sequence[Any]) -> tuple[Any, Any] | None:

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hf_dpopt.clipping.capture import in_mixture, is_compiled
 from hf_dpopt.clipping.engine import ClippingEngine, full_precision
 from hf_dpopt.common.errors import UnsupportedModuleError
-from hf_dpopt.randomness import framework
+from hf_dpopt.randomness.framework import keep_generators
 from hf_dpopt.run.kept_state import kept_buffers
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -58,16 +58,6 @@ def fill_zero_parameters(parameters: Mapping[str, torch.Tensor]) -> Iterator[Non
         with torch.no_grad():
             for p, before in zeros:
                 p.copy_(before)
-
-
-@contextlib.contextmanager
-def keep_generators(device: torch.device) -> Iterator[None]:
-    """Restore the generators of Python, numpy and torch after the context."""
-    state = framework.snapshot(device)
-    try:
-        yield
-    finally:
-        framework.restore(state)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from hf_dpopt.clipping.engine import ClippingEngine
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.common.sharding import give_back
+from hf_dpopt.randomness.framework import keep_generators
 from hf_dpopt.records.limits import Limits
 from hf_dpopt.records.losses import RecordLosses, base_model
 from hf_dpopt.records.rows import is_stored
@@ -36,7 +37,6 @@ from hf_dpopt.self_check.conditions import (
     device_of,
     fits,
     in_mode,
-    keep_generators,
     tolerance_of_others,
     training_conditions,
 )

@@ -399,8 +399,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the system's seed reaches no generator",
         "hf_dpopt/randomness/framework.py",
-        "    seed = os.urandom(KEY_BYTES)\n    random.seed(seed)",
-        "    return\n    random.seed(seed)",
+        "    _seed_all(os.urandom(KEY_BYTES))",
+        "    return",
         ("tests/randomness/test_framework_rng.py::test_the_system_s_seed_leaves_nothing_of_the_public_one",),
     ),
     Fault(

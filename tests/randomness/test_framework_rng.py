@@ -161,13 +161,10 @@ def test_masks_are_not_those_of_the_public_seed():
 
 def _seeded_by_the_system(seed: int) -> dict[str, tuple]:
     """Draws after the public seed, and then the system's; the generators are put back."""
-    before = framework.snapshot(CPU)
-    try:
+    with framework.keep_generators(CPU):
         torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
         framework.reseed_from_the_system()
         return draws()
-    finally:
-        framework.restore(before)
 
 
 def test_the_system_s_seed_leaves_nothing_of_the_public_one():

@@ -590,7 +590,7 @@ def test_two_backwards_that_draw_other_masks_are_found(monkeypatch):
     model = bert(**DROPOUT).train()
     model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     check(model, engine="two_pass")
-    monkeypatch.setattr("hf_dpopt.clipping.two_pass.framework.restore", lambda state: None)
+    monkeypatch.setattr("hf_dpopt.clipping.two_pass.snapshot", lambda device: lambda: None)
     with pytest.raises(UnsupportedModuleError, match="differs from a loop"):
         check(model, engine="two_pass")
 
