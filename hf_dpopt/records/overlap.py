@@ -6,12 +6,11 @@ of what their columns hold: if, in a column that tells records apart, at least h
 training set. One text that occurs in both by nature is no reason.
 
 Not found: a copy whose columns were all changed (cut to another length, other tokens, random augmentation of another
-store), rows without texts or lists unless all their numbers agree, and streams of torch.
+store), rows of single numbers without a text or a list, and streams of torch.
 """
 
 from __future__ import annotations
 
-import array
 import functools
 import sys
 import time
@@ -27,22 +26,21 @@ from hf_dpopt.records.positions import num_entries
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from datasets import Dataset
 
 HALF = 0.5  # of the sampled rows, that is too much
 NUM_SAMPLED = 512  # rows that are compared, if all of the training set was read
 MAX_SAMPLED = 20_000  # if only a part of it was
 BLOCK, LAZY_BLOCK = 2048, 64  # rows that are read at once; of a dataset whose rows may take long
-SECONDS_STORED, SECONDS_SERVED = 4.0, 1.5  # for reading a training set: from an Arrow table, row by row
+SECONDS = 2.0  # for reading a dataset
 DISTINCT = 0.9  # of a sample of the training rows, in a column that tells records apart
 SHARE_OF_LARGEST = 0.5  # a column that holds less than that (ids, file names) is no evidence
 MIN_BYTES = 8.0  # on average; shorter ones are alike by nature
-ENOUGH = 4.0  # matches that half of the rows would make, below which a part of the training set proves nothing
+ENOUGH = 4.0  # rows that are in a part of the training set; fewer may be chance
 MAX_DEPTH = 8  # of datasets that wrap others
-BASE = np.uint64(0x9E3779B97F4A7C15)
+BASE = 0x9E3779B97F4A7C15
 
 Leaf = tuple[Any, np.ndarray]  # a dataset that is no view of another one, and numbers of rows in it
-Key = tuple[str, str]  # name of a column (of a field of it), and kind: ints, floats, bytes, or scalar
+Key = tuple[str, str]  # name of a column (of a field of it), and kind: ints, floats or bytes
 Hashes = tuple[np.ndarray, np.ndarray]  # hashes, uint64, and sizes in bytes, 4 of an integer, (rows,)
 
 
@@ -55,7 +53,7 @@ class TrainingRows:
 
     def __init__(self, dataset: Any):
         self.dataset = dataset
-        self._known: dict[bool, _Known] = {}
+        self._known = functools.cache(lambda as_stored: _Known(leaves(dataset), as_stored))
 
     def make_up(self, dataset: Any, share: float = HALF) -> bool:
         """Whether a dataset shares stored rows with these, or at least a share of it consists of copies of them.
@@ -71,64 +69,43 @@ class TrainingRows:
         return current_ranks().same(lambda: share_rows(dataset, self.dataset) or self._are_copied_in(dataset, share))
 
     def _are_copied_in(self, dataset: Any, share: float) -> bool:
-        if not hasattr(self.dataset, "__len__") or not len(self.dataset):
-            return False
         # Arrow tables hold other values than Python reads where something is decoded or transformed on the way.
         is_changed = _is_changed_when_read(dataset) or _is_changed_when_read(self.dataset)
-        return any(self._hold(dataset, share, as_stored) for as_stored in ((True, False) if is_changed else (True,)))
-
-    def _hold(self, dataset: Any, share: float, as_stored: bool) -> bool:
-        if as_stored not in self._known:
-            self._known[as_stored] = _Known(leaves(self.dataset), as_stored)
-        known = self._known[as_stored]
-        return known.holds(share, *_sample(dataset, known.share_read, as_stored))
+        return any(self._known(as_stored).holds(dataset, share) for as_stored in (True, False)[: 1 + is_changed])
 
 
 class _Known:
     """Hashes of all training rows, or of as many as could be read in time, at random places."""
 
     def __init__(self, found: list[Leaf], as_stored: bool):
-        in_arrow = as_stored and all(is_a(dataset, "Dataset") for dataset, _ in found)
-        num_read, merged = _read(found, as_stored, SECONDS_STORED if in_arrow else SECONDS_SERVED)
-        self.share_read = num_read / max(1, sum(len(rows) for _, rows in found))
-        self._scalars = {name: hashes for (name, kind), (hashes, _) in merged.items() if kind == "scalar"}
+        num_read, merged = _read(found, as_stored)
+        self._as_stored, self._share_read = as_stored, num_read / max(1, sum(len(rows) for _, rows in found))
         self._carriers = [(kind, np.unique(merged[name, kind][0])) for name, kind in _carriers(merged)]
 
-    def holds(self, share: float, num_rows: int, table: dict[Key, Hashes]) -> bool:
-        """Whether that share of the sampled rows is among these, in a column that tells records apart."""
-        if not num_rows:
-            return False
-        needed = share * num_rows * self.share_read
-        if self.share_read < 1:
-            half = HALF * num_rows * self.share_read
-            if share >= HALF and half < ENOUGH:
-                return False
-            needed = max(needed, min(ENOUGH, half))  # of a few rows, a tenth may be chance
-        columns = [(key[1], hashes) for key, (hashes, _) in table.items() if key[1] != "scalar"]
-        pairs = [(known, hashes) for kind, hashes in columns for of, known in self._carriers if of == kind]
+    def holds(self, dataset: Any, share: float) -> bool:
+        """Whether that share of a sample of rows is among these, in a column that tells records apart."""
         if not self._carriers:
-            pairs = self._of_numbers({name: hashes for (name, kind), (hashes, _) in table.items() if kind == "scalar"})
+            return False
+        num_rows, table = self._sample(dataset)
+        needed = max(share * num_rows * self._share_read, ENOUGH if self._share_read < 1 else 1)
+        columns = [(kind, hashes) for (_, kind), (hashes, _) in table.items()]
+        pairs = ((known, hashes) for kind, hashes in columns for of, known in self._carriers if of == kind)
         return any(np.isin(hashes, known).sum() >= needed for known, hashes in pairs)
 
-    def _of_numbers(self, scalars: dict[str, np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Pairs of hashes for rows that hold single numbers only: all columns that both have, combined."""
-        common = sorted(scalars.keys() & self._scalars.keys())
-        if len(common) < 2 or len({len(self._scalars[name]) for name in common}) > 1:
-            return []
-        known, ours = (
-            functools.reduce(lambda total, hashes: (total ^ hashes) * BASE, [of[name] for name in common])
-            for of in (self._scalars, scalars)
-        )
-        return [(np.unique(known), ours)] if _distinct(known) >= DISTINCT else []
+    def _sample(self, dataset: Any) -> tuple[int, dict[Key, Hashes]]:
+        """Hashes of rows at random places; more rows if less of the training set is known."""
+        if not hasattr(dataset, "__len__"):
+            # a stream of `datasets` starts anew at each reading; others may not
+            head = list(islice(iter(dataset), NUM_SAMPLED)) if is_a(dataset, "IterableDataset") else []
+            return len(head), hashes_of(head)
+        wanted = min(len(dataset), MAX_SAMPLED, int(NUM_SAMPLED / self._share_read) + 1)
+        places = np.random.default_rng(len(dataset)).permutation(len(dataset))[:wanted]
+        return _read(leaves(dataset, places), self._as_stored)
 
 
 def _carriers(merged: dict[Key, Hashes]) -> list[Key]:
     """The columns that carry the record."""
-    sizes = {
-        key: float(sizes.mean())
-        for key, (hashes, sizes) in merged.items()
-        if key[1] != "scalar" and _distinct(hashes) >= DISTINCT
-    }
+    sizes = {key: float(sizes.mean()) for key, (hashes, sizes) in merged.items() if _distinct(hashes) >= DISTINCT}
     least = max(MIN_BYTES, SHARE_OF_LARGEST * max(sizes.values(), default=0.0))
     return [key for key, size in sizes.items() if size >= least]
 
@@ -151,18 +128,7 @@ def _is_changed_when_read(dataset: Any) -> bool:
     )
 
 
-def _sample(dataset: Any, share_read: float, as_stored: bool) -> tuple[int, dict[Key, Hashes]]:
-    """Hashes of rows at random places; more rows if less of the training set is known."""
-    if not hasattr(dataset, "__len__"):
-        # a stream of `datasets` starts anew at each reading; others may not
-        head = list(islice(iter(dataset), NUM_SAMPLED)) if is_a(dataset, "IterableDataset") else []
-        return len(head), hashes_of(head)
-    wanted = min(len(dataset), MAX_SAMPLED, int(NUM_SAMPLED / max(share_read, 1e-9)) + 1)
-    places = np.random.default_rng(len(dataset)).permutation(len(dataset))[:wanted]
-    return _read(leaves(dataset, places), as_stored, SECONDS_SERVED)
-
-
-def _read(found: list[Leaf], as_stored: bool, seconds: float) -> tuple[int, dict[Key, Hashes]]:
+def _read(found: list[Leaf], as_stored: bool) -> tuple[int, dict[Key, Hashes]]:
     """Read rows at random places until the time is over; return their number, hashes and sizes.
 
     Args:
@@ -175,7 +141,7 @@ def _read(found: list[Leaf], as_stored: bool, seconds: float) -> tuple[int, dict
             rows = np.random.default_rng(len(rows)).permutation(rows)
         size = BLOCK if is_a(dataset, "Dataset") or isinstance(dataset, (list, tuple)) else LAZY_BLOCK
         blocks += [(dataset, rows[start : start + size]) for start in range(0, len(rows), size)]
-    num_rows, parts, ends = 0, dict[Key, list[Hashes]](), time.monotonic() + seconds
+    num_rows, parts, ends = 0, dict[Key, list[Hashes]](), time.monotonic() + SECONDS
     for i in np.random.default_rng(len(blocks)).permutation(len(blocks)).tolist():
         dataset, rows = blocks[i]
         values = _values(dataset, rows, as_stored)
@@ -193,9 +159,7 @@ def _read(found: list[Leaf], as_stored: bool, seconds: float) -> tuple[int, dict
 def _values(dataset: Any, rows: np.ndarray, as_stored: bool) -> list[Any]:
     """Rows as an Arrow table stores them, or as Python reads them; one that cannot be read is no copy."""
     if as_stored and is_a(dataset, "Dataset"):
-        are_neighbours = len(rows) == rows[-1] - rows[0] + 1 and bool((np.diff(rows) == 1).all())
-        places = slice(int(rows[0]), int(rows[-1]) + 1) if are_neighbours else rows.tolist()
-        return dataset.with_format("arrow")[places].to_pylist()
+        return dataset.with_format("arrow")[rows.tolist()].to_pylist()
     read = []
     for i in rows.tolist():
         try:
@@ -219,13 +183,8 @@ def share_rows(ours: Any, theirs: Any) -> bool:
     Args:
         ours, theirs: map-style datasets or lists, nested in `Subset` and `ConcatDataset` as deep as they like.
     """
-    fingerprint = getattr(ours, "_fingerprint", None)
-    if ours is theirs or (fingerprint is not None and fingerprint == getattr(theirs, "_fingerprint", None)):
-        return True
-    mine, other = (list(_unwrapped(leaves(x))) for x in (ours, theirs))
-    if any(not _disjoint(a, b) for a in mine for b in other):
-        return True
-    return not _identities(mine).isdisjoint(_identities(other))
+    mine, other = (_places(_unwrapped(leaves(dataset))) for dataset in (ours, theirs))
+    return bool(np.isin(mine, other).any())
 
 
 def leaves(dataset: Any, rows: np.ndarray | None = None) -> list[Leaf]:
@@ -262,40 +221,34 @@ def _unwrapped(found: Iterable[Leaf], depth: int = 0) -> Iterable[Leaf]:
                 yield from _unwrapped(leaves(inner, rows), depth + 1)
 
 
-def _disjoint(ours: Leaf, theirs: Leaf) -> bool:
-    """Whether the rows lie in different memory: copies of a table share it, whatever became of its other columns."""
-    (mine, my_rows), (other, rows) = ours, theirs
-    if mine is other:
-        return not np.isin(my_rows, rows).any()
-    if not (is_a(mine, "Dataset") and is_a(other, "Dataset")):
-        return True
-    my_chunks, other_chunks = _chunks(mine._data), _chunks(other._data)
-    my_rows, rows = _stored_rows(mine, my_rows), _stored_rows(other, rows)
-    common = my_chunks.keys() & other_chunks.keys()
-    return not any(np.isin(_at(my_rows, my_chunks[a]), _at(rows, other_chunks[a])).any() for a in common)
+def _places(found: Iterable[Leaf]) -> np.ndarray:
+    """Places of rows in memory, uint64: a row and its views share one, whatever became of their other columns."""
+    places = [np.empty(0, np.uint64)]
+    for dataset, rows in found:
+        places.append(_place(id(dataset), rows))
+        if isinstance(dataset, (list, tuple)):  # slices and copies keep its rows; numbers and texts Python shares
+            each = (dataset[i] for i in rows.tolist())
+            ids = [id(row) for row in each if not isinstance(row, (str, bytes, int, float, type(None)))]
+            places.append(np.array(ids, np.uint64))
+        elif is_a(dataset, "Dataset"):
+            indices = dataset._indices
+            rows = np.sort(rows if indices is None else indices.column(0).to_numpy().astype(np.int64)[rows])
+            # Datasets with nothing else in common may share numbers (an array of labels), so texts and lists count
+            # where there are any.
+            columns = [column for column in dataset._data.itercolumns() if _may_carry_a_record(column.type)]
+            for column in columns or dataset._data.itercolumns():
+                start = 0
+                for chunk in column.chunks:
+                    first, last = np.searchsorted(rows, [start, start + len(chunk)])
+                    buffers = [b for b in chunk.buffers() if b is not None and b.size > 0]
+                    if buffers:
+                        places.append(_place(buffers[-1].address, rows[first:last] - start + chunk.offset))
+                    start += len(chunk)
+    return np.concatenate(places)
 
 
-def _stored_rows(dataset: Dataset, rows: np.ndarray) -> np.ndarray:
-    """Numbers of a dataset's rows in its Arrow table."""
-    return rows if dataset._indices is None else dataset._indices.column(0).to_numpy().astype(np.int64)[rows]
-
-
-def _chunks(table: Any) -> dict[int, list[tuple[int, int, int]]]:
-    """Address of a buffer -> the places of the table's rows in it: first row, number of rows, first place.
-
-    Datasets with nothing else in common may share numbers (an array of labels), so texts and lists count where there
-    are any.
-    """
-    columns = [column for column in table.itercolumns() if _may_carry_a_record(column.type)]
-    found: dict[int, list[tuple[int, int, int]]] = {}
-    for column in columns or table.itercolumns():
-        start = 0
-        for chunk in column.chunks:
-            buffers = [b for b in chunk.buffers() if b is not None and b.size > 0]
-            if len(chunk) and buffers:
-                found.setdefault(buffers[-1].address, []).append((start, len(chunk), chunk.offset))
-            start += len(chunk)
-    return found
+def _place(address: int, rows: np.ndarray) -> np.ndarray:
+    return rows.astype(np.uint64) + np.uint64(address * BASE % 2**64)
 
 
 def _may_carry_a_record(kind: pa.DataType) -> bool:
@@ -305,23 +258,6 @@ def _may_carry_a_record(kind: pa.DataType) -> bool:
         kind = kind.storage_type
     texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
     return pa.types.is_nested(kind) or any(is_text(kind) for is_text in texts)
-
-
-def _at(rows: np.ndarray, chunks: list[tuple[int, int, int]]) -> np.ndarray:
-    """Positions of rows in a buffer."""
-    places = [rows[(rows >= start) & (rows < start + length)] - start + offset for start, length, offset in chunks]
-    return np.concatenate(places)
-
-
-def _identities(found: Iterable[Leaf]) -> set[int]:
-    """Identities of the rows of lists, which slices and copies keep; not of numbers and texts, which Python shares."""
-    return {
-        id(row)
-        for dataset, rows in found
-        if isinstance(dataset, (list, tuple))
-        for row in (dataset[i] for i in rows.tolist())
-        if not isinstance(row, (str, bytes, int, float, type(None)))
-    }
 
 
 # --- contents --------------------------------------------------------------------------------------------------------
@@ -349,7 +285,7 @@ def content_of(row: Any) -> dict[Key, bytes]:
     """Return the content of a row, by field."""
     found: dict[Key, list[bytes]] = {}
     for name, value in _fields(row).items():
-        _collect(str(name), value, found, is_scalar=True)
+        _collect(str(name), value, found)
     return {key: parts[0] if len(parts) == 1 else b"".join(parts) for key, parts in found.items()}
 
 
@@ -362,46 +298,37 @@ def _fields(row: Any) -> Mapping[Any, Any]:
     return vars(row) if hasattr(row, "__dict__") and not is_values else {"": row}
 
 
-def _collect(name: str, value: Any, found: dict[Key, list[bytes]], *, is_scalar: bool) -> None:
+def _collect(name: str, value: Any, found: dict[Key, list[bytes]]) -> None:
     if isinstance(value, Mapping):
         for field, inner in value.items():
-            _collect(f"{name}.{field}", inner, found, is_scalar=is_scalar)
+            _collect(f"{name}.{field}", inner, found)
     elif isinstance(value, (str, bytes)):
         content = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
         found.setdefault((name, "bytes"), []).append(content)
+    elif (numbers := _numbers(value)) is not None:
+        is_float = numbers.dtype.kind == "f"
+        # single precision is what file formats keep
+        content = numbers.astype(np.float32 if is_float else np.int64).tobytes()
+        found.setdefault((name, "floats" if is_float else "ints"), []).append(content)
     elif isinstance(value, (list, tuple)):
-        integers = _integers(value)
-        if integers is not None:
-            found.setdefault((name, "ints"), []).append(integers)
-            return
         for inner in value:
-            _collect(name, inner, found, is_scalar=False)
-    elif value is not None:
-        numbers = _as_array(value)
-        if numbers is not None:
-            is_float = numbers.dtype.kind == "f"
-            kind = "scalar" if is_scalar and numbers.ndim == 0 else "floats" if is_float else "ints"
-            # single precision is what file formats keep
-            content = numbers.astype(np.float32 if is_float else np.int64).tobytes()
-            found.setdefault((name, kind), []).append(content)
+            _collect(name, inner, found)
 
 
-def _integers(values: Sequence[Any]) -> bytes | None:
-    """Return the integers of a list, the most frequent kind of record; None for anything else."""
-    try:
-        return array.array("q", values).tobytes() if values else None
-    except (TypeError, OverflowError):
-        return None
-
-
-def _as_array(value: Any) -> np.ndarray | None:
-    """Return the numbers of a tensor, an array, an image, or one number; None for what holds none."""
+def _numbers(value: Any) -> np.ndarray | None:
+    """Return the numbers of a flat list, a tensor, an array, an image, or one number; None for what holds none."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
-        value = (value.float() if value.is_floating_point() else value).numpy()
+        value = value.float() if value.is_floating_point() else value
+    elif isinstance(value, (list, tuple)):
+        if not value or not isinstance(value[0], (int, float, np.generic)):
+            return None
     elif not isinstance(value, (np.ndarray, np.generic, int, float)):
         if not hasattr(value, "tobytes"):
             return None
         value = np.frombuffer(value.tobytes(), dtype=np.uint8)  # an image
-    values = np.asarray(value)
+    try:
+        values = np.asarray(value)
+    except (ValueError, OverflowError):
+        return None
     return values if values.dtype.kind in "biuf" else None
