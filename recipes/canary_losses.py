@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from recipes.options import ModelArguments
 from recipes.tables import Table
 
 ADAPTER = "adapter_config.json"
-AT_ONCE = 16  # records of a forward pass
 
 
 def base_of(folder: str) -> str | None:
@@ -54,7 +52,7 @@ def language_losses(folder: str, rows: list[Row], data_args: Any) -> np.ndarray:
     records = [dict(record) for record in split.dataset]
     if len(records) != len(rows) or split.num_without_target:
         raise DPConfigError("The canaries do not fit into records. Make them with fewer --num_tokens.")
-    found = _outputs(model, records, DataCollatorForSeq2Seq(tokenizer))
+    found = models.outputs(model, records, DataCollatorForSeq2Seq(tokenizer))
     sums_M2 = torch.cat([loss_of_records(logits, labels) for logits, labels in found]).double().numpy()
     return sums_M2[:, 0] / sums_M2[:, 1]
 
@@ -71,7 +69,7 @@ def labelled_losses(folder: str, rows: list[Row], data_args: Any) -> np.ndarray:
     model = _adapted(loaded, folder)
     training_args = TrainingArguments(output_dir=folder, report_to="none")  # says which process this is
     dataset = glue.tokenize(data, tokenizer, loaded, data_args, training_args)["train"]
-    found = _outputs(model, list(dataset), DataCollatorWithPadding(tokenizer))
+    found = models.outputs(model, list(dataset), DataCollatorWithPadding(tokenizer))
     return torch.cat([F.cross_entropy(logits, truth, reduction="none") for logits, truth in found]).double().numpy()
 
 
@@ -84,15 +82,6 @@ def _adapted(model: PreTrainedModel, folder: str) -> Any:
     if base_of(folder) is not None:
         return import_extra("peft", f"The adapter in {folder}").PeftModel.from_pretrained(model, folder).eval()
     return model.eval()
-
-
-def _outputs(model: Any, records: list[dict[str, Any]], collate: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Logits and labels, some records at a time, on the CPU."""
-    for start in range(0, len(records), AT_ONCE):
-        batch = dict(collate(records[start : start + AT_ONCE]))
-        labels = batch.pop("labels")
-        with torch.no_grad():
-            yield model(**batch).logits.float(), labels
 
 
 def load_tokenizer(model_args: Any) -> PreTrainedTokenizerBase:

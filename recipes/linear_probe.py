@@ -48,7 +48,7 @@ from hf_dpopt.convex import (
     make_subspace_plan,
     recorded_head_plan,
 )
-from recipes import options, running
+from recipes import models, options, running
 from recipes.glue import (
     SOURCES,
     DataTrainingArguments,
@@ -230,14 +230,9 @@ def publish(run: HeadRun, model: Any, tokenizer: Any, num_labels: int, training_
 
 def evaluate(model: Any, split: Any, collate: Any, measure: Any, name: str) -> dict[str, float]:
     """Metrics of the model as it was saved, which does not shorten features."""
-    model.eval()
-    inputs, found = split.remove_columns("label"), []
-    with torch.no_grad():
-        for first in range(0, len(inputs), 256):
-            batch = collate([inputs[i] for i in range(first, min(first + 256, len(inputs)))])
-            found.append(model(**batch).logits.float().numpy())
+    logits, labels = map(torch.cat, zip(*models.outputs(model.eval(), list(split), collate, 256), strict=True))
     ending = "_mm" if name.endswith("_mismatched") else ""
-    metrics = measure(EvalPrediction(predictions=np.concatenate(found), label_ids=np.array(split["label"])))
+    metrics = measure(EvalPrediction(predictions=logits.numpy(), label_ids=labels.numpy()))
     return {f"{key}{ending}": value for key, value in metrics.items()}
 
 

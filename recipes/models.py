@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
@@ -102,6 +104,17 @@ def set_dropout(config: Any, dropout: float) -> None:
             f"Dropout is set to {dropout:g} (was {', '.join(changed)}), as recommended for private training; "
             "--dropout -1 keeps the model's own."
         )
+
+
+def outputs(
+    model: PreTrainedModel, records: Sequence[dict[str, Any]], collate: Any, size: int = 16
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield logits and labels of `size` records at a time; the model is in evaluation mode."""
+    for first in range(0, len(records), size):
+        batch = dict(collate(records[first : first + size]))
+        labels = batch.pop("labels")
+        with torch.no_grad():
+            yield model(**batch).logits.float(), labels
 
 
 def choose_trained(model: PreTrainedModel, model_args: ModelArguments, task: str) -> Any:
