@@ -17,7 +17,7 @@ from hf_dpopt import DPConfigError, DPTrainingArguments
 from hf_dpopt.huggingface.refusals.training_arguments import check_arguments
 from recipes.public_first import check_public
 
-ACTIONS = ("do_train", "do_eval", "do_predict")
+ACTIONS = {"train": "do_train", "validation": "do_eval", "test": "do_predict"}  # split -> flag that uses it
 RUNS = Path("runs")
 
 
@@ -126,7 +126,7 @@ def read_flags(
         model_args, data_args, training_args = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
     else:
         model_args, data_args, training_args = parser.parse_dict({**defaults, **from_file})
-    if not given & set(ACTIONS):
+    if not given & set(ACTIONS.values()):
         training_args.do_train = True
         training_args.do_eval = embedded or not data_args.train_file or bool(data_args.validation_file)
     if "output_dir" not in given:  # the clocks of several processes differ
@@ -246,16 +246,17 @@ def check_files(data_args: Any, training_args: DPTrainingArguments) -> None:
         raise DPConfigError("Both dataset_name and files are given. Keep one of them.")
     if not any(files.values()):
         return
-    wanted = (
-        ("train", training_args.do_train, "do_train"),
-        ("validation", training_args.do_eval, "do_eval (or eval_strategy)"),
-        ("test", training_args.do_predict, "do_predict"),
-    )
-    for split, is_wanted, why in wanted:
-        if is_wanted and split in files and not files[split]:
+    for split, action in actions(training_args).items():
+        if split in files and not files[split]:
+            why = "do_eval (or eval_strategy)" if action == "do_eval" else action
             raise DPConfigError(
-                f"{why} is set but there is no {split}_file. Add --{split}_file <file>, or leave {why.split()[0]} out."
+                f"{why} is set but there is no {split}_file. Add --{split}_file <file>, or leave {action} out."
             )
+
+
+def actions(training_args: DPTrainingArguments) -> dict[str, str]:
+    """Splits that a run uses, and the flags that say so."""
+    return {split: action for split, action in ACTIONS.items() if getattr(training_args, action)}
 
 
 def accumulate(training_args: Any) -> None:

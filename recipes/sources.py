@@ -10,7 +10,7 @@ from datasets import ClassLabel, Dataset, load_dataset
 from hf_dpopt import DPConfigError, DPTrainingArguments
 from hf_dpopt.records.unit import warn_of_people
 from recipes import hub
-from recipes.options import ModelArguments
+from recipes.options import ModelArguments, actions
 from recipes.public_first import SPLIT
 from recipes.tables import EXTENSIONS, Table, read_table
 
@@ -73,8 +73,11 @@ def public_table(
 def used(tables: dict[str, Table], training_args: DPTrainingArguments) -> dict[str, Table]:
     """train and validation, as far as a run uses them; of several validation splits of the hub the first."""
     needed = needed_splits(tables, training_args)
-    wanted = (("train", training_args.do_train), ("validation", training_args.do_eval))
-    return {split: tables[next(n for n in needed if n.startswith(split))] for split, is_wanted in wanted if is_wanted}
+    return {
+        split: tables[next(n for n in needed if n.startswith(split))]
+        for split in actions(training_args)
+        if split != "test"
+    }
 
 
 def table_of_dataset(name: str, dataset: Dataset) -> Table:
@@ -92,18 +95,13 @@ def needed_splits(available: Collection[str], training_args: DPTrainingArguments
     Raises:
         DPConfigError: if there is none for an action.
     """
-    actions = (
-        ("train", training_args.do_train, "do_train"),
-        ("validation", training_args.do_eval, "do_eval"),
-        ("test", training_args.do_predict, "do_predict"),
-    )
     needed: list[str] = []
-    for split, wanted, option in actions:
+    for split, action in actions(training_args).items():
         found = [name for name in available if name.startswith(split)]
-        if wanted and not found:
+        if not found:
             raise DPConfigError(
-                f"{option} needs a {split} split, and there is {', '.join(available)}. Leave --{option} out, or use "
+                f"{action} needs a {split} split, and there is {', '.join(available)}. Leave --{action} out, or use "
                 f"files (--{split}_file)."
             )
-        needed += found if wanted else []
+        needed += found
     return needed
