@@ -444,8 +444,8 @@ def summary(
     num_parameters = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     start = " from random weights" if data_args.embedded else ""
     on = data.description
-    if isinstance(trainer, DPTrainer) and trainer.plan is not None and trainer.plan.num_users is not None:
-        on = re.sub(r"^\d+ records", f"records of {trainer.plan.num_users} users", on)  # how many is private
+    if (users := running.num_users(trainer)) is not None:
+        on = re.sub(r"^\d+ records", f"records of {users} users", on)  # how many is private
     what = f"{model_args.model_name_or_path}{start} ({num_parameters:,} trained parameters) on {on}"
     lines = [("what was run", what)]
     validation = next(iter(evaluation_splits(splits).values()), None)

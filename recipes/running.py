@@ -65,19 +65,23 @@ def train(trainer: Trainer, training_args: DPTrainingArguments) -> None:
     trainer.save_state()
 
 
-def train_size(trainer: Trainer) -> dict[str, int]:
-    """How large the training set is, as far as that is public: where users are protected, they are counted."""
+def num_users(trainer: Trainer) -> int | None:
+    """Number of users, where users are protected: then the number of their records is private."""
     plan = trainer.plan if isinstance(trainer, DPTrainerMixin) else None
-    if plan is not None and plan.num_users is not None:
-        return {"train_users": plan.num_users}
-    return {"train_samples": len(trainer.train_dataset)}
+    return None if plan is None else plan.num_users
+
+
+def train_size(trainer: Trainer) -> dict[str, int]:
+    """How large the training set is, as far as that is public."""
+    users = num_users(trainer)
+    return {"train_samples": len(trainer.train_dataset)} if users is None else {"train_users": users}
 
 
 def records_of(name: str, dataset: Sized, trainer: Trainer, split: str) -> str:
     """A split in words, with the number of its records where that is public."""
-    plan = trainer.plan if isinstance(trainer, DPTrainerMixin) else None
-    if split == "train" and plan is not None and plan.num_users is not None:
-        return f"records of {name}, by {plan.num_users} users"
+    users = num_users(trainer)
+    if split == "train" and users is not None:
+        return f"records of {name}, by {users} users"
     return f"{len(dataset)} records of {name}"
 
 
