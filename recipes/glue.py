@@ -50,9 +50,10 @@ from hf_dpopt.huggingface.evaluation import planned_evaluations
 from recipes import options, processes, running, sources
 from recipes.frozen import can_train_on_features, feature_splits
 from recipes.glue_data import GLUE_LABELS, ClassificationData, build, read_label_list
-from recipes.glue_model import load_model, save_merged
+from recipes.glue_model import is_own, load_model, save_merged
 from recipes.models import choose_trained
 from recipes.pooled_model import WAYS, is_pooled
+from recipes.prompts import fill, make_prompt
 from recipes.public_first import SPLIT, learn_public
 from recipes.warm_start import fill_start, start_head
 
@@ -105,6 +106,14 @@ class ModelArguments(options.ModelArguments):
     )
     pooling_layers: list[int] | None = options.flag(
         None, "Layers that --pooling reads side by side, such as 4 5 6; default: -1, the last."
+    )
+    prompt: str | None = options.flag(
+        None,
+        "Classify by the model's own language head: the template, such as '{text} It was {mask}.', or "
+        "auto for that of a GLUE task. Default: a head of its own.",
+    )
+    label_words: list[str] | None = options.flag(
+        None, "With --prompt: a word for the gap for every label, in their order: terrible great."
     )
     warm_start_epsilon: float | None = options.flag(
         None,
@@ -178,7 +187,7 @@ def main(argv: list[str]) -> None:
     results = evaluate(trainer, inputs) if training_args.do_eval else {}
     if training_args.do_predict:
         predict(trainer, inputs, data, training_args)
-    if training_args.do_train and model_args.lora_r and is_pooled(model.config) and trainer.is_world_process_zero():
+    if training_args.do_train and model_args.lora_r and is_own(model.config) and trainer.is_world_process_zero():
         save_merged(
             trainer.accelerator.unwrap_model(trainer.model), Path(training_args.output_dir) / MERGED, tokenizer
         )
@@ -214,6 +223,18 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
             "The head is started from public records or by a private run, not by both. Leave public_file or "
             "warm_start_epsilon out."
         )
+    if model_args.prompt is None and model_args.label_words:
+        raise DPConfigError("label_words are for the gap of a prompt. Add --prompt, or leave them out.")
+    if model_args.prompt is not None:
+        without = {"pooling": model_args.pooling, "warm_start_epsilon": model_args.warm_start_epsilon}
+        taken = [name for name, value in without.items() if value is not None]
+        if taken or data_args.pad_to_max_length:
+            raise DPConfigError(
+                f"A prompt has no new head, and is padded to the batch. Leave {' and '.join(taken) or '--prompt or '}"
+                f"{'' if taken else 'pad_to_max_length'} out."
+            )
+        if model_args.prompt != "auto":
+            make_prompt(model_args.prompt, model_args.label_words, None, labels=None, is_causal=False)
     if model_args.pooling_layers and (model_args.pooling or ["model"]) == ["model"]:
         raise DPConfigError("pooling_layers are what --pooling reads. Add --pooling mean, or leave them out.")
     for name in ("pooling", "pooling_layers"):
@@ -311,9 +332,18 @@ def tokenize(
     padding = "max_length" if data_args.pad_to_max_length else False
     ids = None if data.labels is None else [model.config.label2id[label] for label in data.labels]
 
+    template = getattr(model.config, "template", None)
+    put = None if template is None else fill(template, tokenizer, max_length)
+    if put is not None and data_args.pad_to_max_length:
+        raise DPConfigError("Texts in a prompt are padded to the batch. Leave pad_to_max_length out.")
+
     def preprocess(rows: dict[str, list]) -> dict[str, Any]:
         texts = (rows["text"], rows["pair"]) if data.has_pairs else (rows["text"],)
-        result = dict(tokenizer(*texts, padding=padding, max_length=max_length, truncation=True))
+        if put is not None:
+            filled = [put(*one) for one in zip(*texts, strict=True)]
+            result = {name: [one[name] for one in filled] for name in filled[0]}
+        else:
+            result = dict(tokenizer(*texts, padding=padding, max_length=max_length, truncation=True))
         if "label" in rows:
             result["label"] = rows["label"] if ids is None else [ids[label] for label in rows["label"]]
         return result

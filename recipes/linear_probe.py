@@ -151,7 +151,7 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, HeadT
     assert isinstance(training_args, HeadTrainingArguments)
     running.check_evaluates_exactly(training_args)
     in_subspace = training_args.preconditioner == "subspace"
-    alone = ("warm_start_epsilon", *(() if in_subspace else ("public_file",)))
+    alone = ("warm_start_epsilon", "prompt", "label_words", *(() if in_subspace else ("public_file",)))
     given = vars(model_args) | vars(data_args) | vars(training_args)
     if named := [name for name in alone if given[name] is not None]:
         raise DPConfigError(f"{' and '.join(named)}: for glue.py alone. Leave out what is named.")

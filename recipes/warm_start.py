@@ -68,6 +68,7 @@ def fill_start(model_args: Any, data_args: Any, training_args: DPTrainingArgumen
 def _others(model_args: Any, data_args: Any, training_args: DPTrainingArguments) -> list[str]:
     """Flags that were given and that the start does not go with."""
     others = {
+        "--prompt": model_args.prompt is not None,
         "--public_file": data_args.public_file is not None,
         "--non_private": data_args.non_private,
         "--freeze encoder": model_args.freeze == "encoder",

@@ -72,6 +72,7 @@ def test_a_head_that_was_saved_with_the_model_is_kept():
 @pytest.mark.parametrize(
     "changes, words",
     [
+        ({"prompt": "auto"}, "--prompt"),
         ({"public_file": "a.tsv"}, "--public_file"),
         ({"non_private": "true", "target_epsilon": None}, "--non_private"),
         ({"freeze": "encoder", "lora_r": None}, "--freeze encoder"),

@@ -14,13 +14,15 @@ from tests.recipes import (
     test_clm,
     test_glue,
     test_linear_probe,
+    test_prompts,
     test_seq2seq,
     test_stackoverflow,
 )
 from tests.recipes.conftest import enter
 
-model_dir, probed_dir = test_glue.model_dir, test_linear_probe.probed_dir
-MODULES = (test_glue, test_clm, test_linear_probe, test_seq2seq, test_stackoverflow)
+model_dir, probed_dir, masked_dir = test_glue.model_dir, test_linear_probe.probed_dir, test_prompts.masked_dir
+FAST = (test_glue, test_prompts)
+MODULES = (*FAST, test_clm, test_linear_probe, test_seq2seq, test_stackoverflow)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,7 @@ MODULES = (test_glue, test_clm, test_linear_probe, test_seq2seq, test_stackoverf
             module,
             case,
             id=f"{module.__name__.split('test_')[-1]}, {case}",
-            marks=[pytest.mark.slow] * (module is not test_glue),
+            marks=[pytest.mark.slow] * (module not in FAST),
         )
         for module in MODULES
         for case in module.REFUSED
