@@ -49,6 +49,13 @@ def test_a_head_that_is_the_embeddings_cannot_be_trained_alone():
         trained(language_model(), "CAUSAL_LM", freeze="encoder")
 
 
+def test_ffa_lora_trains_the_second_matrix_alone():
+    flags = {"lora_r": 2, "lora_target_modules": ["query", "value"]}
+    both, second = trained(classifier(), **flags), trained(classifier(), lora_freeze_a=True, **flags)
+    assert second == {name for name in both if ".lora_A." not in name} < both
+    assert any(".lora_B." in name for name in second)
+
+
 def adapted_layers(model, task, **flags):
     """Names of the layers with adapters, without the number of their layer of the network."""
     names = {name for name in trained(model, task, lora_r=2, **flags) if ".lora_A." in name}
