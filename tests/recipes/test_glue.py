@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     "epsilon": ({"target_epsilon": "0"}, "target_epsilon=0 is outside 0.0001 to 1e[+]06"),
     "no privacy": ({"target_epsilon": None}, "Neither target_epsilon nor noise_multiplier .* Add --target_epsilon 8"),
     "batch": ({"expected_batch_size": "41"}, "expected_batch_size=41: .* larger than the dataset.* Use a smaller batch"),
-    "fp16": ({"fp16": "true"}, "`fp16` .* Use --bf16"),
+    "fp16": ({"fp16": "true"}, "fp16=True: .* Use --bf16"),
     "not a number": ({"target_epsilon": "eight"}, "invalid float value: 'eight'"),
     "flag of plan": ({"epsilon": "3"}, "--epsilon is not a flag. Did you mean --target_epsilon"),
     "unknown flag": ({"train_fiel": "x"}, "--train_fiel is not a flag. Did you mean --train_file"),
