@@ -31,7 +31,7 @@ from hf_dpopt.plan.evaluation_budget import EvaluationBudget
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.randomness.cipher import make_noise_source
 from hf_dpopt.randomness.framework import keep_generators, reseed_from_the_system
-from hf_dpopt.records.collation import Collation
+from hf_dpopt.records.collation import Collation, row_of
 from hf_dpopt.records.limits import Limits, padding_id_of
 from hf_dpopt.records.losses import RecordLosses, num_records, problem_type
 from hf_dpopt.records.overlap import TrainingRows
@@ -44,7 +44,6 @@ from hf_dpopt.run.run_log import RunLog
 from hf_dpopt.run.step import digest_of
 from hf_dpopt.self_check import Columns, Look, conditions
 from hf_dpopt.self_check.comparisons import BESIDE, check_memory
-from hf_dpopt.self_check.made_up import rows as made_up_rows
 
 TRIED = 16  # records that are collated before the charge
 KEY_BYTES = 32
@@ -320,14 +319,14 @@ class EvaluationGuard:
         if self._args.skip_self_check:
             return
         looks = (Look(1.0), *(other for _, other in BESIDE))
-        made_up = Columns.of(like, model, padding_id_of(model), None).batch(model, looks)
+        made_up = Columns.of(like, model).batch(model, looks)
 
         def compute(batch: Mapping[str, Any]) -> torch.Tensor:
             start.restore(is_thorough=False)  # as before each record
             return vectors.of_batch(batch)
 
         try:
-            check_memory(compute, [made_up_rows(made_up, b) for b in range(len(looks))])
+            check_memory(compute, [row_of(made_up, b) for b in range(len(looks))])
         except (DPConfigError, UnsupportedModuleError):
             raise
         except Exception as error:

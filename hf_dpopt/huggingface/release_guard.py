@@ -32,6 +32,7 @@ from hf_dpopt.plan.privacy_profile import meaning_of_plan
 from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.plan.vetting import unvetted_stages
 from hf_dpopt.randomness.cipher import FastGaussian, source_of
+from hf_dpopt.records.collation import tokenizer_of
 from hf_dpopt.report.facts import RunFacts, collect_versions
 from hf_dpopt.report.model_card import add_privacy_section, strip_training_losses
 from hf_dpopt.report.release_scan import ALLOWED_NAMES, LINK, UNCHECKED, refuse_release, scan_for_secrets
@@ -40,7 +41,6 @@ from hf_dpopt.run.checkpoint import UNPUBLISHED
 from hf_dpopt.run.dataset_ledger import charged_to
 from hf_dpopt.run.run import PrivacySpent, spent_for
 from hf_dpopt.run.run_log import Found
-from hf_dpopt.self_check.padding import tokenizer_of
 
 WEIGHTS = (".safetensors", ".bin", ".index.json")  # ends of the names of weights and adapters
 CONFIGURATIONS = ("config.json", "adapter_config.json", "generation_config.json")

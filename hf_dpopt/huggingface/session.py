@@ -28,9 +28,11 @@ from hf_dpopt.huggingface.refusals.model import check_model
 from hf_dpopt.huggingface.shards import is_in_shards
 from hf_dpopt.public.public_gradients import PublicGradients
 from hf_dpopt.randomness.framework import reseed_from_the_system, secret_randomness
+from hf_dpopt.records.collation import row_of
 from hf_dpopt.records.data_mark import check_same_everywhere, data_mark
 from hf_dpopt.records.gradient_options import gradient_options
 from hf_dpopt.records.losses import RecordLosses
+from hf_dpopt.records.trial import pair_of_records
 from hf_dpopt.run.batches import LogicalBatch, explain_out_of_memory, fastest_tokens
 from hf_dpopt.run.journal import GIGABYTE
 from hf_dpopt.run.kept_state import KeptState, keep_layout
@@ -38,8 +40,6 @@ from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.run.step import digest_of, private_step, replay_step
 from hf_dpopt.sampling.check import ParticipationCheck
 from hf_dpopt.self_check import check_influence, longest_record, self_check
-from hf_dpopt.self_check.made_up import rows
-from hf_dpopt.self_check.padding import padding_of, pair_of_records
 from hf_dpopt.users.user_batches import UsersBatch
 
 STEPS_BETWEEN_REPLICA_CHECKS = 50
@@ -152,24 +152,20 @@ class TrainingSession:
         if self._args.skip_self_check:
             logger.warning("The start-up self-check is off (--skip_self_check); the privacy report says so.")
             return "skipped by the user"
-        padding_id, padding_side = padding_of(self._collation, self._sample, self._inputs.processing_class)
-        like, is_whole = self._collation.parts(self._sample[:2])[0].batch, not self.engine.is_collective
+        pair, is_whole = pair_of_records(self._collation, self._sample), not self.engine.is_collective
         done = self_check(
             self.engine,
             self.losses,
-            like,
-            padding_id=padding_id,
-            padding_side=padding_side,
+            self._collation.parts(self._sample[:2])[0].batch if pair is None else pair[0],
             longest=longest_record(self._records.dataset) if is_whole else None,
             is_scaled=self.plan.preclip.is_scaling,
             has_units=self._planned.users is not None,
         )
-        pair = pair_of_records(self._collation, self._sample) if is_whole else None
-        if pair is not None:
+        if pair is not None and is_whole:
             check_influence(self.engine, self.losses, *pair)
         if self.losses.function and is_whole:  # may mix what made-up records have in common, such as their weights
             for part in self._collation.parts(self._sample[:CHECKED_TOGETHER]):
-                each = [rows(part.batch, b) for b in range(len(part.places))]
+                each = [row_of(part.batch, b) for b in range(len(part.places))]
                 check_influence(self.engine, self.losses, part.batch, each)
         for note in done.notes:
             logger.warning(f"Self-check: {note}.")

@@ -68,6 +68,15 @@ def is_known(collator: Any) -> bool:
     return getattr(kind, "__name__", None) in KNOWN.get(getattr(kind, "__module__", ""), ())
 
 
+def tokenizer_of(collator: Any) -> Any:
+    """The tokenizer that pads the batches of a collator, or None."""
+    for name in ("tokenizer", "processing_class", "processor"):
+        found = getattr(collator, name, None)
+        if found is not None:
+            return getattr(found, "tokenizer", found)
+    return None
+
+
 class Collation:
     """Collated batches of records, each row a function of its own record.
 
@@ -145,6 +154,11 @@ class Collation:
         check_rows(batch, 1)
         return batch
 
+    def cut_padding(self, row: Batch) -> Batch:
+        """The row of one record without its padding, where a mask or the targets show it."""
+        row = trimmed(row)
+        return _without_padded_targets(row) if self.limits.labels_are_targets else row
+
     def _together(self, usable: list[tuple[int, Any]]) -> list[Part] | None:
         """One batch of all records, made by the collator; None if it fails or the rows must be examined one by one."""
         while usable:
@@ -168,14 +182,18 @@ class Collation:
         rows = []
         for i, record in usable:
             try:
-                row = trimmed(self.row(record))
-                row = _without_padded_targets(row) if self.limits.labels_are_targets else row
+                row = self.cut_padding(self.row(record))
                 if not self.limits.is_too_wide(row) and not self.limits.failing(row).any():
                     rows.append((i, row))
             except BaseException as error:
                 if is_environment(error):
                     raise
         return list(join_rows(rows, self.padding_id))
+
+
+def row_of(batch: Mapping[str, Any], b: int) -> Batch:
+    """Take record b of a batch, alone and as wide as the batch."""
+    return {k: v[b : b + 1] if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in batch.items()}
 
 
 def check_rows(batch: Mapping[str, Any], num: int) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.randomness.framework import keep_generators
-from hf_dpopt.records.collation import DECLARED, Batch, Collation, check_rows, length_of
+from hf_dpopt.records.collation import DECLARED, Batch, Collation, check_rows, length_of, row_of
 from hf_dpopt.records.positions import num_entries
 
 FIX = (
@@ -76,6 +76,36 @@ def beside_shorter(collation: Collation, records: Sequence[Any]) -> tuple[Any, A
     return None
 
 
+def pair_of_records(collation: Collation, records: Sequence[Any]) -> tuple[Batch, list[Batch]] | None:
+    """A long and a short record of the dataset in one batch of the real collator, and the rows of each alone.
+
+    A row alone is cut out of the batch, without its padding, so that a collator that draws masks has drawn them once.
+    None where no padding is met: without tokens, without a mask, or if rows are not padded at all.
+
+    Args:
+        collation: collation of the run.
+        records: some of the dataset.
+    """
+    fitted = sorted((r for record in records if (r := collation.fitted(record)) is not None), key=length_of)
+    is_even = not fitted or length_of(fitted[0]) == length_of(fitted[-1])
+    pair = beside_shorter(collation, fitted) if is_even else (fitted[-1], fitted[0])
+    parts = [] if pair is None else collation.parts(pair)
+    if len(parts) != 1 or parts[0].places != (0, 1):
+        return None
+    batch = parts[0].batch
+    alone = [collation.cut_padding(row_of(batch, b)) for b in range(2)]
+    return (batch, alone) if any(_is_cut(batch, row) for row in alone) else None
+
+
+def _is_cut(batch: Batch, row: Batch) -> bool:
+    """Whether tokens of a row were padding, and none of it is a target."""
+    ids, own, labels = batch.get("input_ids"), row.get("input_ids"), row.get("labels")
+    if not isinstance(ids, torch.Tensor) or not isinstance(own, torch.Tensor) or ids.dim() < 2:
+        return False
+    has_targets = isinstance(labels, torch.Tensor) and labels.dim() == 2 and labels.size(1) == ids.size(1)
+    return own.size(1) < ids.size(1) and not has_targets
+
+
 def _shorter(record: Any) -> Any:
     """The first half of a tokenized record, or None."""
     length = length_of(record)
@@ -107,6 +137,7 @@ def _compare(collation: Collation, a: Any, b: Any) -> None:
             "every record to one length before training."
         )
     drawn = {key for key in together if not _same(together[key], again[key])}
+    fits_alone = True
     for place, record in enumerate((a, b)):
         alone = collation.row(record)
         # decoder inputs are labels that were padded and then shifted; the labels are compared
@@ -118,6 +149,12 @@ def _compare(collation: Collation, a: Any, b: Any) -> None:
                     f"The collator mixes records: {key!r} of a training record is another one beside a second record "
                     f"than alone. {FIX}"
                 )
+        fits_alone = fits_alone and not collation.limits.failing(alone).any()
+    if fits_alone and collation.is_known and (outside := collation.limits.first_outside(together)):
+        raise DPConfigError(
+            f"Every record that is padded would be left out of its step, for the padding token or the width does not "
+            f"fit the model: {outside}"
+        )
 
 
 def _refuse_unusual(batch: Batch) -> None:

@@ -18,9 +18,9 @@ import torch
 from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.clipping.clipped_sum import ClippedSum, Taker
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
-from hf_dpopt.records.collation import Collation, Collator, Part, length_of, trimmed
+from hf_dpopt.records.collation import Collation, Collator, Part, length_of, row_of, trimmed
 from hf_dpopt.records.losses import RecordLosses, num_records
-from hf_dpopt.records.rows import is_environment, read_one, read_rows, spread
+from hf_dpopt.records.rows import is_environment, read_rows
 from hf_dpopt.run.run import PrivateRun
 
 
@@ -126,11 +126,6 @@ def explain_out_of_memory(physical_batch_size: int, step: int) -> Iterator[None]
         ) from error
 
 
-def of_records(rows: list[Any], indices: StepIndices) -> LogicalBatch:
-    """The logical batch of records that have one row each."""
-    return LogicalBatch(rows, indices.step)
-
-
 class Records(torch.utils.data.Dataset):
     """A map-style dataset that hands out logical batches, the empty one included.
 
@@ -139,19 +134,11 @@ class Records(torch.utils.data.Dataset):
         make: (rows, the step and how many rows each unit has) -> the logical batch.
     """
 
-    def __init__(self, dataset: Any, make: Callable[[list[Any], StepIndices], LogicalBatch] = of_records):
+    def __init__(self, dataset: Any, make: Callable[[list[Any], StepIndices], LogicalBatch]):
         self.dataset, self._make = dataset, make
 
     def __len__(self) -> int:
         return len(self.dataset)
-
-    def sample(self, num_records: int) -> list[Any]:
-        """Rows of at most so many records, spread over the dataset.
-
-        Raises:
-            Exception: what the dataset raises.
-        """
-        return [row for i in spread(len(self.dataset), num_records) for row in read_one(self.dataset, i)]
 
     def __getitems__(self, indices: StepIndices) -> LogicalBatch:
         rows = read_rows(self.dataset, indices)
@@ -288,10 +275,7 @@ def _take_apart(batch: Mapping[str, Any] | WholeUnits) -> Sequence[Mapping[str, 
     """The units of a batch, each as a batch of its own."""
     if isinstance(batch, WholeUnits):
         return batch.apart()
-    return [
-        trimmed({k: v[b : b + 1] if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in batch.items()})
-        for b in range(num_records(batch))
-    ]
+    return [trimmed(row_of(batch, b)) for b in range(num_records(batch))]
 
 
 class _ForwardFailed(Exception):

@@ -20,7 +20,7 @@ from hf_dpopt.clipping.units import Units
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import UnsupportedModuleError
 from hf_dpopt.common.sharding import is_sharded, local_of
-from hf_dpopt.records.collation import TARGETS
+from hf_dpopt.records.collation import TARGETS, row_of
 from hf_dpopt.records.losses import RecordLosses, num_records
 from hf_dpopt.self_check.conditions import (
     ACCELERATOR,
@@ -34,7 +34,7 @@ from hf_dpopt.self_check.conditions import (
     training_conditions,
 )
 from hf_dpopt.self_check.draws import MIDDLE, RecordDraws, others_were_used, seed_others
-from hf_dpopt.self_check.made_up import Columns, Look, add_padding, rows
+from hf_dpopt.self_check.made_up import Columns, Look, add_padding
 
 Batch = Mapping[str, Any]
 Gradient = dict[str, torch.Tensor]
@@ -49,7 +49,7 @@ MIXING = (
 )
 PADDING = (
     "Pass attention_mask (use DataCollatorWithPadding); a model that counts positions from the first column needs "
-    "padding_side='right', and one that knows no mask needs records of one length (and no processing_class)."
+    "padding_side='right', and one that ignores the mask needs records of one length."
 )
 
 # Neighbours of the two records that are watched. A capacity goes to the first record, so an equal one comes first; a
@@ -200,7 +200,7 @@ def probing(engine: ClippingEngine, losses: RecordLosses, batch: Batch, toleranc
                 probe.losses_of(batch)
                 probe.uses_others, of_all = others_were_used(), draws.shapes
                 if of_all and num_records(batch) > 1:
-                    probe.losses_of(rows(batch, 0))
+                    probe.losses_of(row_of(batch, 0))
                     draws.learn(of_all, num_records(batch), draws.shapes)
         except NotImplementedError as error:  # of an operation that does not run under a dispatch mode
             draws.start(())
@@ -291,7 +291,7 @@ def check_sums(probe: Probe, batch: Batch, *, is_scaled: bool = False, has_units
         has_units: also with units of several records, clipped once: side by side in a batch, and added up in parts.
     """
     num, what = num_records(batch), "the clipped sum differs from a loop over single records"
-    alone = [probe.gradient(rows(batch, b), b) for b in range(num)]
+    alone = [probe.gradient(row_of(batch, b), b) for b in range(num)]
     together = functools.partial(probe.engine_sum, batch)
     errors = [probe.check_sum(together, alone, what, MIXING, clipping=c) for c in (UNCLIPPED, None)]
     for scale in _made_up_scales(probe.engine.parameters) if is_scaled else ():
@@ -300,7 +300,7 @@ def check_sums(probe: Probe, batch: Batch, *, is_scaled: bool = False, has_units
         errors.append(probe.check_sum(functools.partial(together, scale=scale), scaled, what, MIXING))
     if has_units:
         what, sizes = "the clipped sum of users differs from a loop over users", (num - 1, 1)
-        each = [lambda b=b: probe.losses_of(rows(batch, b), b) for b in range(num)]
+        each = [lambda b=b: probe.losses_of(row_of(batch, b), b) for b in range(num)]
         users = [probe.total(each[: sizes[0]]), probe.total(each[sizes[0] :])]
         side_by_side = functools.partial(together, units=Units(sizes))
         for compute in (side_by_side, lambda: _sum_of(probe.engine, users)):
@@ -370,8 +370,12 @@ def check_influence(engine: ClippingEngine, losses: RecordLosses, together: Batc
 # --- padding ---------------------------------------------------------------------------------------------------------
 
 
-def check_padding(probe: Probe, batch: Batch, columns: Columns, num_more: int, what: str) -> float:
+def check_padding(probe: Probe, batch: Batch, columns: Columns, num_more: int) -> float:
     """Check that more columns of padding change no gradient; without dropout, whose masks depend on the width."""
+    width = batch["input_ids"].size(-1) + num_more
+    what = (
+        f"gradients change with the padding to {width} tokens, so they depend on the lengths of other records"
+    )
     targets = TARGETS if probe.losses.kind == "ForConditionalGeneration" else ()
     wider = add_padding(batch, columns, num_more, targets=targets)
     want, got = (probe.gradient(each, per_record=MIDDLE) for each in (batch, wider))
@@ -381,7 +385,7 @@ def check_padding(probe: Probe, batch: Batch, columns: Columns, num_more: int, w
 # --- others in the batch ---------------------------------------------------------------------------------------------
 
 
-def check_others(engine: ClippingEngine, losses: RecordLosses, columns: Columns, num_tokens: int | None) -> float:
+def check_others(engine: ClippingEngine, losses: RecordLosses, columns: Columns) -> float:
     """Compare the gradient of the same records beside others: ordinary, extreme and short ones.
 
     The batches have the same shapes, so they run through the same kernels with the same masks, as in training, and
@@ -392,8 +396,6 @@ def check_others(engine: ClippingEngine, losses: RecordLosses, columns: Columns,
         engine: the engine that training uses.
         losses: the losses that training uses.
         columns: columns of the made-up records.
-        num_tokens: width of the batch, in which one record is then watched beside one; None takes the width of the
-            usual made-up batch.
 
     Returns:
         The largest relative difference: how far a record moves another one's clipped gradient in clipping norms, if
@@ -402,10 +404,7 @@ def check_others(engine: ClippingEngine, losses: RecordLosses, columns: Columns,
     Raises:
         UnsupportedModuleError: if others move a gradient by more than rounding does.
     """
-    several: list[tuple[Look, ...]] = [(one, WATCHED[0], other, WATCHED[1]) for one, other in BESIDE]
-    if num_tokens is not None:
-        several = [(one, WATCHED[1]) for one in (Look(1.0), *BESIDE[1])]
-    batches = [columns.batch(engine.model, looks, num_tokens) for looks in several]
+    batches = [columns.batch(engine.model, (one, WATCHED[0], other, WATCHED[1])) for one, other in BESIDE]
     probe = Probe(engine, losses, tolerance_of_others(engine))
 
     def gradient_of(batch: Batch) -> Gradient:
@@ -453,7 +452,7 @@ def check_outputs(compute: Callable[[Batch], torch.Tensor], batches: Sequence[Ba
     Raises:
         UnsupportedModuleError: if the others change it by more than rounding does, or are remembered.
     """
-    alone = rows(batches[0], 0)
+    alone = row_of(batches[0], 0)
     check_memory(compute, [alone, *batches])
     want, found = compute(alone)[0], [compute(batch)[0] for batch in batches]
     moved = torch.stack([(one - want).abs().max() for one in found]).max() / want.abs().max().clamp(min=1e-12)

@@ -54,21 +54,24 @@ class Columns:
     padding_side: str
 
     @classmethod
-    def of(
-        cls, like: Mapping[str, Any], model: nn.Module, padding_id: int | None, padding_side: str | None
-    ) -> Columns:
-        """Read what is not known off the batch, and the padding off the model where the batch has a mask."""
+    def of(cls, like: Mapping[str, Any], model: nn.Module) -> Columns:
+        """Read the padding off the mask of a batch; off the model where none of its records is padded."""
         num_records(like)  # refuses packed batches
-        if padding_id is None and "attention_mask" in like:
-            padding_id = padding_id_of(model)
-        return cls(like, padding_id, padding_side or padding_side_of(like))
+        ids, mask = like.get("input_ids"), like.get("attention_mask")
+        if not isinstance(mask, torch.Tensor):  # nothing tells padding from text: see `Collation`
+            return cls(like, None, "right")
+        side, edge = ("left", 0) if bool((mask[..., 0] == 0).any()) else ("right", -1)
+        padding = list[int]()
+        if isinstance(ids, torch.Tensor) and ids.shape == mask.shape:
+            padding = ids[..., edge][mask[..., edge] == 0].tolist()
+        return cls(like, padding[0] if padding else padding_id_of(model), side)
 
     @property
     def is_padded(self) -> bool:
         """Whether rows of tokens are padded to one length."""
         return self.padding_id is not None and "input_ids" in self.like
 
-    def batch(self, model: nn.Module, looks: Sequence[Look] = LOOKS, num_tokens: int | None = None) -> dict[str, Any]:
+    def batch(self, model: nn.Module, looks: Sequence[Look] = LOOKS) -> dict[str, Any]:
         """Made-up records with the keys, dtypes and dimensions of the collated batch.
 
         Records with the same look and the same place are the same, whatever the others look like. No value of `like`
@@ -77,17 +80,16 @@ class Columns:
         Args:
             model: the model, which bounds tokens and labels.
             looks: one description for each record.
-            num_tokens: width in tokens; None takes that of `like`, `MAX_TOKENS` at most.
         """
         device, like = next(model.parameters()).device, self.like
         made_up = _MadeUp(model, self, looks)
         if not flattening.chooses(model):
-            return _records(like, made_up, device, num_tokens)
+            return _records(like, made_up, device)
         by_choice = {k: v[:, 0] for k, v in like.items() if isinstance(v, torch.Tensor) and v.dim() > 2}
         made_up.num_labels = num_choices = next(like[k].size(1) for k in by_choice)
-        each = [_records(by_choice, made_up, device, num_tokens) for _ in range(num_choices)]
+        each = [_records(by_choice, made_up, device) for _ in range(num_choices)]
         choices = {k: torch.stack([row[k] for row in each], dim=1) for k in by_choice}
-        return choices | _records({k: v for k, v in like.items() if k not in by_choice}, made_up, device, num_tokens)
+        return choices | _records({k: v for k, v in like.items() if k not in by_choice}, made_up, device)
 
 
 def is_per_token(value: Any, like: Mapping[str, Any]) -> bool:
@@ -96,11 +98,6 @@ def is_per_token(value: Any, like: Mapping[str, Any]) -> bool:
     if not isinstance(value, torch.Tensor) or not isinstance(ids, torch.Tensor) or value.is_floating_point():
         return False
     return value.dim() > 1 and value.size(1) == ids.size(1)
-
-
-def rows(batch: Mapping[str, Any], b: int) -> dict[str, Any]:
-    """Take record b of a batch, alone and as wide as the batch."""
-    return {k: v[b : b + 1] if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in batch.items()}
 
 
 def add_padding(
@@ -115,12 +112,6 @@ def add_padding(
         if k in targets or is_per_token(v, batch) else v
         for k, v in batch.items()
     }  # fmt: skip
-
-
-def padding_side_of(like: Mapping[str, Any]) -> str:
-    """The side a collated batch is padded on, as far as its mask shows."""
-    mask_BT = like.get("attention_mask")
-    return "left" if isinstance(mask_BT, torch.Tensor) and bool((mask_BT[..., 0] == 0).any()) else "right"
 
 
 class _MadeUp:
@@ -187,12 +178,10 @@ class _MadeUp:
         return torch.randn(shape, generator=self.generator) * sizes_B.view(-1, *[1] * (len(shape) - 1))
 
 
-def _records(
-    like: Mapping[str, Any], made_up: _MadeUp, device: torch.device, num_tokens: int | None
-) -> dict[str, Any]:
-    """Made-up records with one row each."""
+def _records(like: Mapping[str, Any], made_up: _MadeUp, device: torch.device) -> dict[str, Any]:
+    """Made-up records with one row each, of `MAX_TOKENS` tokens at most."""
     num, is_masked = len(made_up.looks), "attention_mask" in like and made_up.padding_id is not None
-    width = num_tokens or min([MAX_TOKENS, *(v.size(1) for v in like.values() if is_per_token(v, like))])
+    width = min([MAX_TOKENS, *(v.size(1) for v in like.values() if is_per_token(v, like))])
     batch: dict[str, Any] = {}
     for key, value in like.items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0:

@@ -16,7 +16,7 @@ from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.common.sharding import give_back
 from hf_dpopt.randomness.framework import keep_generators
-from hf_dpopt.records.limits import Limits
+from hf_dpopt.records.collation import row_of
 from hf_dpopt.records.losses import RecordLosses, base_model
 from hf_dpopt.records.rows import is_stored
 from hf_dpopt.records.settings import settings
@@ -41,7 +41,7 @@ from hf_dpopt.self_check.conditions import (
     training_conditions,
 )
 from hf_dpopt.self_check.draws import HIGH, LOW
-from hf_dpopt.self_check.made_up import MAX_TOKENS, Columns, Look, rows
+from hf_dpopt.self_check.made_up import Columns
 
 OPTIONS = re.compile(r"layer_?drop|drop_?path|jitter|stochastic|spec_augment|mask_(time|feature)_prob|^survival")
 FORCED: tuple[float | int, ...] = (LOW, HIGH, *range(1, 9))  # quantiles, so that rare events happen, and other seeds
@@ -88,20 +88,11 @@ def _check_is_the_models_own_loss(losses: RecordLosses, row: Batch, tolerance: f
         )
 
 
-def _check_padding_token(losses: RecordLosses, columns: Columns) -> None:
-    """Refuse padding that the model cannot look up: every record that is padded would be left out of its step."""
-    allowed, padding_id = Limits.of(losses.model, losses.kind).ranges.get("input_ids"), columns.padding_id
-    if padding_id is not None and columns.is_padded and allowed is not None and not allowed.holds(padding_id):
-        raise DPConfigError(f"The padding token is none of the model's: {allowed.says('input_ids', padding_id)}")
-
-
 def self_check(
     engine: ClippingEngine,
     losses: RecordLosses,
     like: Mapping[str, Any],
     *,
-    padding_id: int | None,
-    padding_side: str | None = None,
     longest: int | None = None,
     is_scaled: bool = False,
     has_units: bool = False,
@@ -121,9 +112,7 @@ def self_check(
     Args:
         engine: the engine that training uses.
         losses: the losses that training uses.
-        like: one collated batch, for keys, dtypes and dimensions.
-        padding_id: the tokenizer's padding token; None takes the model's where the batch has an attention_mask.
-        padding_side: the tokenizer's, "left" or "right"; None takes the side that the mask of `like` shows.
+        like: one collated batch, for keys, dtypes, dimensions and, where one of its records is padded, the padding.
         longest: tokens of the longest training record; None takes the width of `like`.
         is_scaled: also check a scale of records before the clip, as preconditioners apply.
         has_units: also check units of privacy with several records.
@@ -134,11 +123,10 @@ def self_check(
         DPConfigError: for a packed batch, or a model whose loss is not the one of its kind.
     """
     start, model, notes = time.perf_counter(), engine.model, list[str]()
-    columns = Columns.of(like, model, padding_id, padding_side)
+    columns = Columns.of(like, model)
     batch = columns.batch(model)
     if engine.is_collective:
         return SelfCheck(_error_of_shards(engine, losses, batch), 0.0, time.perf_counter() - start, (IN_SHARDS,))
-    _check_padding_token(losses, columns)
     with training_conditions(engine), torch.no_grad():
         losses(batch)
     if not fits(model):
@@ -151,33 +139,25 @@ def self_check(
         with probing(engine, losses, batch, tolerance) as probe:
             _check_shared_draws(probe, batch)
             error = check_sums(probe, batch, is_scaled=is_scaled, has_units=has_units)
-            if columns.is_padded and _has_positions_for_padding(losses, batch):
-                what = "gradients change with the padding, so a record's gradient depends on how long the others are"
-                error = max(error, check_padding(probe, batch, columns, EXTRA_PADDING, what))
-        _check_is_the_models_own_loss(losses, rows(batch, 0), tolerance)
+        _check_is_the_models_own_loss(losses, alone, tolerance)
         return error
 
-    def check_width(tolerance: float) -> float:
-        short = max(1, min(MAX_TOKENS, num_tokens // 2))
-        what = (
-            f"the gradient of a record of {short} tokens changes beside one of {num_tokens}, the longest of the "
-            "dataset, so it depends on how long the others are"
-        )
-        pair = columns.batch(model, (Look(), Look()), short)
-        with probing(engine, losses, pair, tolerance) as probe:
-            return check_padding(probe, rows(pair, 0), columns, num_tokens - short, what)
+    def check_longer(tolerance: float) -> float:
+        with probing(engine, losses, alone, tolerance) as probe:
+            return check_padding(probe, alone, columns, num_more)
 
+    alone, num_more = row_of(batch, 0), 0
+    if columns.is_padded:
+        num_more = max(longest or 0, like["input_ids"].size(-1)) - batch["input_ids"].size(-1)
+        num_more = max(num_more, EXTRA_PADDING if _has_positions_for_padding(losses, batch) else 0)
     error = in_enough_digits(engine, losses, [batch], check_made_up)
-    num_tokens = max(longest or 0, like["input_ids"].size(-1)) if columns.is_padded else 0
     try:
-        if num_tokens > MAX_TOKENS:
-            error = max(error, in_enough_digits(engine, losses, [like], check_width))
-        with training_conditions(engine):
-            influence = check_others(engine, losses, columns, num_tokens if num_tokens > MAX_TOKENS else None)
+        if num_more:
+            error = max(error, in_enough_digits(engine, losses, [alone], check_longer))
     except torch.OutOfMemoryError:
-        notes.append(f"records of {num_tokens} tokens did not fit into memory, so shorter ones were checked only")
-        with training_conditions(engine):
-            influence = check_others(engine, losses, columns, None)
+        notes.append(f"a record with {num_more} columns of padding did not fit into memory: padding was not checked")
+    with training_conditions(engine):
+        influence = check_others(engine, losses, columns)
     return SelfCheck(error, influence, time.perf_counter() - start, tuple(notes))
 
 

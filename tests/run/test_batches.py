@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from hf_dpopt import PrivacyConfig, PrivateRun, make_plan
 from hf_dpopt.common.collectives import Ranks
+from hf_dpopt.records.rows import spread
 from hf_dpopt.run.batches import (
     LogicalBatch,
     LogicalBatchSampler,
@@ -25,6 +26,7 @@ from hf_dpopt.run.batches import (
     fastest_tokens,
     keep_uncollated,
 )
+from hf_dpopt.users.user_batches import of_rows
 
 NUM_RECORDS, NUM_STEPS = 50, 12
 SAMPLINGS = ["poisson", "truncated_poisson", "fixed_order"]
@@ -78,7 +80,9 @@ def make_run(tmp_path):
 
 def loader(run: PrivateRun, dataset: Any, num_workers: int = 0) -> DataLoader:
     sampler = LogicalBatchSampler(run.plan.sampler.steps_per_epoch, lambda: run)
-    return DataLoader(Records(dataset), batch_sampler=sampler, collate_fn=keep_uncollated, num_workers=num_workers)
+    return DataLoader(
+        Records(dataset, of_rows), batch_sampler=sampler, collate_fn=keep_uncollated, num_workers=num_workers
+    )
 
 
 def served(batches: Any) -> dict[int, list[int]]:
@@ -146,7 +150,7 @@ def test_nothing_is_looked_up_for_an_empty_batch():
 
         __getitems__ = __getitem__
 
-    batch = Records(Untouchable()).__getitems__(StepIndices([], 4))
+    batch = Records(Untouchable(), of_rows).__getitems__(StepIndices([], 4))
     assert batch.records == [] and batch.step == 4
 
 
@@ -165,7 +169,7 @@ def test_a_key_is_needed_only_when_iteration_starts(make_run):
     """The Trainer makes the loader, and asks for its length, before the run is opened."""
     box: list[PrivateRun] = []
     sampler = LogicalBatchSampler(7, lambda: box[0])
-    items = DataLoader(Records(records()), batch_sampler=sampler, collate_fn=keep_uncollated)
+    items = DataLoader(Records(records(), of_rows), batch_sampler=sampler, collate_fn=keep_uncollated)
     assert len(items) == 7
     box.append(make_run())
     assert served(items) == drawn(box[0], range(1, 8))
@@ -303,8 +307,7 @@ def _flattening(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def test_a_sample_is_spread_over_what_there_is():
-    assert Records(records()).sample(3) == [records()[i] for i in (0, 24, 49)]
-    assert Records(records(1)).sample(2) == records(1)
+    assert spread(50, 3) == [0, 24, 49] and spread(1, 2) == [0]
 
 
 def test_rows_without_a_mask_are_not_padded():
