@@ -108,16 +108,9 @@ class Form:
 
     def fitted(self, record: Any) -> dict[str, Any] | None:
         """The record with the columns, kinds and containers of the form; None if it does not fit."""
-        if not isinstance(record, Mapping):
+        if self.misfit(record):
             return None
-        fitted = {}
-        for name, column in self.columns.items():
-            value = record.get(name)
-            got = None if value is None else describe(value)
-            if value is None or _misfit(column, got):
-                return None
-            fitted[name] = _as(column, value, got)
-        return fitted
+        return {name: _as(column, record[name], describe(record[name])) for name, column in self.columns.items()}
 
 
 def _misfit(wanted: Column, got: Column | None) -> str:

@@ -48,7 +48,7 @@ def refuse_malformed(dataset: Any, limits: Limits, form: Form | None) -> None:
         if misfit := limits.misfit(row):
             raise DPConfigError(f"Training record {i}: {misfit}. Cut or pad it where it is tokenized. {FIX}")
         for column, value in row.items() if isinstance(row, Mapping) else ():
-            if wrong := _wrong(value, column, limits, has_nulls=is_stored(dataset)):
+            if wrong := _wrong_value(value, column, limits, has_nulls=is_stored(dataset)):
                 raise DPConfigError(f"Training record {i}: {wrong} {FIX}")
 
 
@@ -81,7 +81,7 @@ def refuse_missing_values(dataset: Any) -> None:
                 raise DPConfigError(f"The column {name!r} of the training set has missing values (null). {FIX}")
 
 
-def _wrong(value: Any, column: str, limits: Limits, *, has_nulls: bool) -> str:
+def _wrong_value(value: Any, column: str, limits: Limits, *, has_nulls: bool) -> str:
     """Say why the model cannot take the value of a record in a column; empty if it can.
 
     Args:
@@ -96,13 +96,19 @@ def _wrong(value: Any, column: str, limits: Limits, *, has_nulls: bool) -> str:
         array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
     except (ValueError, OverflowError):
         return ""  # lists of unlike lengths, whose parts a collator pads
-    values, allowed = array.ravel(), limits.range_of(column)
+    values = array.ravel()
     if has_nulls and values.dtype == object and any(x is None for x in values):
         return f"{column!r} holds a missing value (null)."
+    return _wrong(values, column, limits, is_number=array.ndim == 0)
+
+
+def _wrong(values: np.ndarray, column: str, limits: Limits, *, is_number: bool) -> str:
+    """Say which of the values of a record, or of many, in a column the model cannot take; empty if it can."""
+    allowed = limits.range_of(column)
     if values.dtype.kind == "f" and column in LABEL_COLUMNS:
         if limits.labels_are_finite and not np.isfinite(values).all():
             return f"{column!r} holds NaN or infinity, so every step would leave the record out silently."
-        if array.ndim == 0 and limits.classes_are_whole:
+        if is_number and limits.classes_are_whole:
             return (
                 f"{column!r} holds a fraction or a float, and the model has classes, which are whole numbers. Make "
                 "them integers (dataset.cast_column, or int()); for a regression load the model with num_labels=1."
@@ -143,13 +149,9 @@ def _is_suspicious(columns: Mapping[str, Any], name: str, limits: Limits) -> boo
     while _is_list(array):
         array = array.flatten()
         has_nulls = has_nulls or array.null_count > 0
-    values = None if has_nulls or pa.types.is_nested(array.type) else array.to_numpy(zero_copy_only=False)
-    if values is None or values.dtype.kind not in "iubf":
+    if has_nulls or pa.types.is_nested(array.type):
         return has_nulls
-    if values.dtype.kind == "f" and name in LABEL_COLUMNS:
-        return (is_number and limits.classes_are_whole) or not np.isfinite(values).all()
-    allowed = limits.range_of(name) if values.dtype.kind != "f" else None
-    return allowed is not None and not allowed.holds(values.astype(np.int64, copy=False)).all()
+    return bool(_wrong(array.to_numpy(zero_copy_only=False), name, limits, is_number=is_number))
 
 
 def _is_list(array: Any) -> bool:

@@ -189,22 +189,14 @@ def _is_row(together: Any, alone: Any, place: int, filler: int | None) -> bool:
     if together.dim() == 0 or alone.dim() == 0:
         return _same(together, alone)
     row, own = together[place], alone[0]
-    if row.dtype != own.dtype or row.dim() != own.dim():
+    unlike = [dim for dim, (n, m) in enumerate(zip(row.shape, own.shape, strict=False)) if n != m]
+    if row.dim() != own.dim() or len(unlike) > 1 or any(row.size(dim) < own.size(dim) for dim in unlike):
         return False
-    if row.shape == own.shape:
-        return torch.equal(row, own)
-    unlike = [dim for dim in range(row.dim()) if row.size(dim) != own.size(dim)]
-    if len(unlike) != 1:
-        return False
-    row, own = row.movedim(unlike[0], 0), own.movedim(unlike[0], 0)
-    width, length = len(row), len(own)
-    return length <= width and any(
-        torch.equal(row[start : start + length], own) and _is_padding(row[:start], row[start + length :], filler)
-        for start in (0, width - length)
-    )
-
-
-def _is_padding(before: torch.Tensor, behind: torch.Tensor, filler: int | None) -> bool:
-    """Whether the values around a row are all the same, and those that are declared."""
-    values = torch.cat([before.flatten(), behind.flatten()]).unique().tolist()
-    return len(values) <= 1 and (filler is None or values in ([], [filler]))
+    if not unlike:
+        return _same(row, own)
+    missing, behind = row.size(unlike[0]) - own.size(unlike[0]), (0, 0) * (row.dim() - 1 - unlike[0])
+    for end, sides in ((0, (missing, 0)), (-1, (0, missing))):
+        value = row.flatten()[end].item()
+        if filler in (None, value) and _same(row, torch.nn.functional.pad(own, (*behind, *sides), value=value)):
+            return True
+    return False
