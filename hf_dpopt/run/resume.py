@@ -1,4 +1,4 @@
-"""The decision how a run goes on: after which step, under which key, and which steps it takes again from its journal.
+"""The decision how a run resumes: after which step, under which key, and which steps it takes again from its journal.
 
 A step is charged, then released, then written to the journal, then taken by the optimizer. So of the steps charged
 after the checkpoint at most the last one is missing in the journal. It may have been seen, and its noise hides one
@@ -21,8 +21,8 @@ from hf_dpopt.run.keys import Keys
 from hf_dpopt.run.ledger import ChainRecord, Ledger
 
 _FIX = (
-    "Put the folder back as the run left it. Or remove it: the run then goes on as one that kept no journal, from its "
-    "last checkpoint, and the steps since are paid for again."
+    "Restore the folder as the run left it. Or remove it: the run then resumes from its last checkpoint without a "
+    "journal, and is charged for the steps since then again."
 )
 
 
@@ -213,7 +213,7 @@ def _find_journal(
         raise DPConfigError(
             f"The run of {output_dir} was killed before its first checkpoint, and began from other weights than the "
             "model has now. Load the same initial model (with the same seed set before new layers or adapters are "
-            "made), or start over without resume_from_checkpoint, whose cost comes on top."
+            "made), or start over without resume_from_checkpoint, whose cost is added."
         )
     return found
 
@@ -247,4 +247,4 @@ def _steps_of(chain: ChainRecord, step: int, found: Contents, output_dir: Path, 
 
 
 def _refusal(output_dir: Path, what: str) -> DPConfigError:
-    return DPConfigError(f"The journal in {output_dir / JOURNAL} cannot be gone on with: {what}. {_FIX}")
+    return DPConfigError(f"Cannot resume from the journal in {output_dir / JOURNAL}: {what}. {_FIX}")

@@ -340,20 +340,20 @@ class RunLog:
         self._append({"kind": "answer", "evaluation": evaluation, "metrics": dict(metrics)})
 
     def check_data(self, chain_id: str, mark: str) -> None:
-        """Note of what data a chain is, or check that it is still the same. The mark is private and stays in the log.
+        """Note the data of a chain, or check that it is still the same. The mark is private and stays in the log.
 
-        Records and users are numbers to a sampler: where it relies on when each took part before, they have to keep
-        their numbers for as long as the key is the same.
+        A sampler draws numbers of records or users: where it relies on the steps that each was part of, these numbers
+        must not change while the key is the same.
 
         Raises:
             DPConfigError: if it is another one than the chain began with.
         """
         if self.state.data.get(chain_id, mark) != mark:
             raise DPConfigError(
-                "The training records are not those that this run began with, or not in that order: each would take "
-                "part in the steps of another one, oftener and sooner than the noise was made for. Go on with the "
-                "same dataset (no shuffling, or one with a fixed seed), or start over in another output_dir, whose "
-                "epsilon comes on top."
+                "The training records are not those that this run began with, or their order is another one, so "
+                "records would be sampled more often than the noise was calibrated for. Resume with the same dataset "
+                "(not shuffled, or with a fixed seed), or start over in another output_dir, whose epsilon is added to "
+                "that of this run."
             )
         if chain_id not in self.state.data:
             self._append({"kind": "data", "chain_id": chain_id, "mark": mark})
