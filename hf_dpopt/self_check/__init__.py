@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from hf_dpopt.self_check.comparisons import check_influence
 from hf_dpopt.self_check.made_up import Columns, Look
-from hf_dpopt.self_check.made_up_checks import SelfCheck, longest_record, self_check
+from hf_dpopt.self_check.made_up_checks import longest_record, self_check
 
 __all__ = [
     "Columns",
     "Look",
-    "SelfCheck",
     "check_influence",
     "longest_record",
     "self_check",

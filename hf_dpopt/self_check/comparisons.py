@@ -146,8 +146,8 @@ class Probe:
         fix: str,
         *,
         clipping: Clipping | None = None,
-    ) -> float:
-        """Compare a clipped sum with these gradients clipped one by one, and return the relative error.
+    ) -> None:
+        """Compare a clipped sum with these gradients clipped one by one.
 
         Args:
             compute: gives the sum, clipped as the engine clips.
@@ -158,9 +158,7 @@ class Probe:
         """
         lengths = sorted(map(self.length, alone))
         if clipping is None:
-            median = next((x for x in lengths[(len(alone) - 1) // 2 :] if x > 0), None)
-            if median is None:
-                return 0.0
+            median = next((x for x in lengths[(len(alone) - 1) // 2 :] if x > 0), 1.0)
             clipping = dataclasses.replace(self.engine.clipping, clipping_norm=median)
         before, self.engine.clipping = self.engine.clipping, clipping
         try:
@@ -169,10 +167,10 @@ class Probe:
             self.engine.clipping = before
         # where gradients cancel, what is left of the sum is rounding
         longest = min(lengths[-1], clipping.clipping_norm)
-        return self.check_equal(got, self._clipped_sum(clipping, alone), what, fix, longest=longest)
+        self.check_equal(got, self._clipped_sum(clipping, alone), what, fix, longest=longest)
 
-    def check_equal(self, got: Gradient, want: Gradient, what: str, fix: str, *, longest: float = 0.0) -> float:
-        """Return the relative error if it is within the tolerance; else raise an error that names the worst tensor."""
+    def check_equal(self, got: Gradient, want: Gradient, what: str, fix: str, *, longest: float = 0.0) -> None:
+        """Refuse sums that differ by more than the tolerance, naming the worst tensor."""
         scale = max(self.length(want), longest, 1e-12)
         apart = self.norms({name: got[name] - want[name] for name in want})
         errors = {name: float(norm) / scale for name, norm in apart.items()}
@@ -182,7 +180,6 @@ class Probe:
                 f"Self-check failed before training: {what}. Worst tensor: {worst}, relative error "
                 f"{errors[worst]:.2g} (allowed {self.tolerance:g}). {fix}"
             )
-        return errors[worst]
 
 
 @contextlib.contextmanager
@@ -215,8 +212,8 @@ def probing(engine: ClippingEngine, losses: RecordLosses, batch: Batch, toleranc
 
 
 def in_enough_digits(
-    engine: ClippingEngine, losses: RecordLosses, batches: Sequence[Batch], check: Callable[[float], float]
-) -> float:
+    engine: ClippingEngine, losses: RecordLosses, batches: Sequence[Batch], check: Callable[[float], None]
+) -> None:
     """Run a check in float32 or wider; where it fails in float32, once more in float64, with the same tolerance.
 
     Deep models with large activations round by more than the tolerance in float32; records that mix do so in float64,
@@ -270,8 +267,8 @@ def _last_digits(engine: ClippingEngine, losses: RecordLosses, batches: Sequence
 # --- the engine, and a loop over single records ----------------------------------------------------------------------
 
 
-def check_sums(probe: Probe, batch: Batch, *, is_scaled: bool = False, has_units: bool = False) -> float:
-    """Compare the engine's sums with the loop's, and return the largest relative error.
+def check_sums(probe: Probe, batch: Batch, *, is_scaled: bool = False, has_units: bool = False) -> None:
+    """Compare the engine's sums with the loop's.
 
     First without a clip, where an error names the tensor it is in; then with one that half of the records meet.
 
@@ -284,19 +281,19 @@ def check_sums(probe: Probe, batch: Batch, *, is_scaled: bool = False, has_units
     num, what = num_records(batch), "the clipped sum differs from a loop over single records"
     alone = [probe.gradient(row_of(batch, b), b) for b in range(num)]
     together = functools.partial(probe.engine_sum, batch)
-    errors = [probe.check_sum(together, alone, what, MIXING, clipping=c) for c in (UNCLIPPED, None)]
+    for clipping in (UNCLIPPED, None):
+        probe.check_sum(together, alone, what, MIXING, clipping=clipping)
     for scale in _made_up_scales(probe.engine.parameters) if is_scaled else ():
         scaled = [{n: g * scale.weights(n, g).view_as(g) for n, g in one.items()} for one in alone]
         what = "the clipped sum of preconditioned gradients differs from a loop over single records"
-        errors.append(probe.check_sum(functools.partial(together, scale=scale), scaled, what, MIXING))
+        probe.check_sum(functools.partial(together, scale=scale), scaled, what, MIXING)
     if has_units:
         what, sizes = "the clipped sum of users differs from a loop over users", (num - 1, 1)
         each = [lambda b=b: probe.losses_of(row_of(batch, b), b) for b in range(num)]
         users = [probe.total(each[: sizes[0]]), probe.total(each[sizes[0] :])]
         side_by_side = functools.partial(together, units=Units(sizes))
         for compute in (side_by_side, lambda: _sum_of(probe.engine, users)):
-            errors.append(probe.check_sum(compute, users, what, MIXING))
-    return max(errors)
+            probe.check_sum(compute, users, what, MIXING)
 
 
 def _sum_of(engine: ClippingEngine, users: Sequence[Gradient]) -> Gradient:
@@ -319,7 +316,7 @@ def _made_up_scales(parameters: Mapping[str, torch.Tensor]) -> list[Scale]:
     return [Scale(full), Scale({**full, **factored})]
 
 
-def check_influence(engine: ClippingEngine, losses: RecordLosses, together: Batch, alone: Sequence[Batch]) -> float:
+def check_influence(engine: ClippingEngine, losses: RecordLosses, together: Batch, alone: Sequence[Batch]) -> None:
     """Compare a collated batch of records of the dataset with the same records collated one by one.
 
     Through the real collator: ``{a, b}`` against ``{a}`` and ``{b}``, each padded to its own length. Runs in training
@@ -335,11 +332,8 @@ def check_influence(engine: ClippingEngine, losses: RecordLosses, together: Batc
         together: collated batch, on the device.
         alone: a collated batch of each of these records, in the same order; on the device.
 
-    Returns:
-        The largest relative error of a tensor.
-
     Raises:
-        UnsupportedModuleError: if it is larger than rounding explains.
+        UnsupportedModuleError: if a tensor differs by more than rounding explains.
         DPConfigError: for a packed batch.
     """
     assert [num_records(batch) for batch in alone] == [1] * num_records(together)
@@ -349,34 +343,32 @@ def check_influence(engine: ClippingEngine, losses: RecordLosses, together: Batc
         f"{PADDING}"
     )
 
-    def check(tolerance: float) -> float:
+    def check(tolerance: float) -> None:
         with probing(engine, losses, together, tolerance) as probe:
             gradients = [probe.gradient(batch, b, per_record=MIDDLE) for b, batch in enumerate(alone)]
             compute = functools.partial(probe.engine_sum, together, per_record=MIDDLE)
-            return probe.check_sum(compute, gradients, what, fix)
+            probe.check_sum(compute, gradients, what, fix)
 
-    return in_enough_digits(engine, losses, alone, check)
+    in_enough_digits(engine, losses, alone, check)
 
 
 # --- padding ---------------------------------------------------------------------------------------------------------
 
 
-def check_padding(probe: Probe, batch: Batch, columns: Columns, num_more: int) -> float:
+def check_padding(probe: Probe, batch: Batch, columns: Columns, num_more: int) -> None:
     """Check that more columns of padding change no gradient; without dropout, whose masks depend on the width."""
     width = batch["input_ids"].size(-1) + num_more
-    what = (
-        f"gradients change with the padding to {width} tokens, so they depend on the lengths of other records"
-    )
+    what = f"gradients change with the padding to {width} tokens, so they depend on the lengths of other records"
     targets = TARGETS if probe.losses.kind == "ForConditionalGeneration" else ()
     wider = add_padding(batch, columns, num_more, targets=targets)
     want, got = (probe.gradient(each, per_record=MIDDLE) for each in (batch, wider))
-    return probe.check_equal(got, want, what, PADDING)
+    probe.check_equal(got, want, what, PADDING)
 
 
 # --- others in the batch ---------------------------------------------------------------------------------------------
 
 
-def check_others(engine: ClippingEngine, losses: RecordLosses, columns: Columns) -> float:
+def check_others(engine: ClippingEngine, losses: RecordLosses, columns: Columns) -> None:
     """Compare the gradient of the same records beside others: ordinary, extreme and short ones.
 
     The batches have the same shapes, so they run through the same kernels with the same masks, as in training, and
@@ -387,10 +379,6 @@ def check_others(engine: ClippingEngine, losses: RecordLosses, columns: Columns)
         engine: the engine that training uses.
         losses: the losses that training uses.
         columns: columns of the made-up records.
-
-    Returns:
-        The largest relative difference: how far a record moves another one's clipped gradient in clipping norms, if
-        that one is just clipped.
 
     Raises:
         UnsupportedModuleError: if others move a gradient by more than rounding does.
@@ -415,7 +403,6 @@ def check_others(engine: ClippingEngine, losses: RecordLosses, columns: Columns)
                 f"the batch; another record moves it by {worst:.2g} clipping norms (allowed {allowed:.2g}, rounding). "
                 f"{MIXING}"
             )
-    return worst
 
 
 def check_memory(compute: Callable[[Batch], torch.Tensor], batches: Sequence[Batch]) -> None:

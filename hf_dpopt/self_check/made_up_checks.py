@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import time
 from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
@@ -52,23 +50,6 @@ IN_SHARDS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class SelfCheck:
-    """Result of a passed check.
-
-    Args:
-        relative_error: largest relative error found between engine and loop.
-        influence: largest relative change of a record's gradient by others in a batch of the same shape.
-        seconds: duration of the check, in seconds.
-        notes: parts that could not be checked as thoroughly as usual, in words for the user.
-    """
-
-    relative_error: float
-    influence: float
-    seconds: float
-    notes: tuple[str, ...] = ()
-
-
 def _check_is_the_models_own_loss(losses: RecordLosses, row: Batch, tolerance: float) -> None:
     """Refuse heads whose loss differs from what their name says: labels that are not shifted, further terms."""
     if losses.kind == "custom":
@@ -96,7 +77,7 @@ def self_check(
     longest: int | None = None,
     is_scaled: bool = False,
     has_units: bool = False,
-) -> SelfCheck:
+) -> tuple[str, ...]:
     """Compare the engine with a loop over single records on made-up inputs, in training mode.
 
     First in float32 or wider, whatever the run's precision, with random draws that belong to records: the clipped sum
@@ -117,16 +98,20 @@ def self_check(
         is_scaled: also check a scale of records before the clip, as preconditioners apply.
         has_units: also check units of privacy with several records.
 
+    Returns:
+        Parts that could not be checked as thoroughly as usual, in words for the user.
+
     Raises:
         UnsupportedModuleError: names the tensor that differs, the buffer that changed, the module that draws for the
             whole batch, or how records are mixed.
         DPConfigError: for a packed batch, or a model whose loss is not the one of its kind.
     """
-    start, model, notes = time.perf_counter(), engine.model, list[str]()
+    model, notes = engine.model, list[str]()
     columns = Columns.of(like, model)
     batch = columns.batch(model)
     if engine.is_collective:
-        return SelfCheck(_error_of_shards(engine, losses, batch), 0.0, time.perf_counter() - start, (IN_SHARDS,))
+        _check_shards(engine, losses, batch)
+        return (IN_SHARDS,)
     with training_conditions(engine), torch.no_grad():
         losses(batch)
     if not fits(model):
@@ -135,30 +120,29 @@ def self_check(
             f"run, with a tolerance of {NARROW_TOLERANCE:.0%}"
         )
 
-    def check_made_up(tolerance: float) -> float:
+    def check_made_up(tolerance: float) -> None:
         with probing(engine, losses, batch, tolerance) as probe:
             _check_shared_draws(probe, batch)
-            error = check_sums(probe, batch, is_scaled=is_scaled, has_units=has_units)
+            check_sums(probe, batch, is_scaled=is_scaled, has_units=has_units)
         _check_is_the_models_own_loss(losses, alone, tolerance)
-        return error
 
-    def check_longer(tolerance: float) -> float:
+    def check_longer(tolerance: float) -> None:
         with probing(engine, losses, alone, tolerance) as probe:
-            return check_padding(probe, alone, columns, num_more)
+            check_padding(probe, alone, columns, num_more)
 
     alone, num_more = row_of(batch, 0), 0
     if columns.is_padded:
         num_more = max(longest or 0, like["input_ids"].size(-1)) - batch["input_ids"].size(-1)
         num_more = max(num_more, EXTRA_PADDING if _has_positions_for_padding(losses, batch) else 0)
-    error = in_enough_digits(engine, losses, [batch], check_made_up)
+    in_enough_digits(engine, losses, [batch], check_made_up)
     try:
         if num_more:
-            error = max(error, in_enough_digits(engine, losses, [alone], check_longer))
+            in_enough_digits(engine, losses, [alone], check_longer)
     except torch.OutOfMemoryError:
         notes.append(f"a record with {num_more} columns of padding did not fit into memory: padding was not checked")
     with training_conditions(engine):
-        influence = check_others(engine, losses, columns)
-    return SelfCheck(error, influence, time.perf_counter() - start, tuple(notes))
+        check_others(engine, losses, columns)
+    return tuple(notes)
 
 
 def _has_positions_for_padding(losses: RecordLosses, batch: Batch) -> bool:
@@ -213,7 +197,7 @@ def _way_out(model: nn.Module, names: Iterable[str]) -> str:
     )
 
 
-def _error_of_shards(engine: ClippingEngine, losses: RecordLosses, made_up: Batch) -> float:
+def _check_shards(engine: ClippingEngine, losses: RecordLosses, made_up: Batch) -> None:
     """Compare the engine's sum over the ranks with a loop over single records, without dropout.
 
     Formal guarantee: on return, for these made-up inputs and without dropout, the clipped sum that the ranks hold in
@@ -224,9 +208,8 @@ def _error_of_shards(engine: ClippingEngine, losses: RecordLosses, made_up: Batc
     dtypes = {p.dtype for p in model.parameters()}
     tolerance = NARROW_TOLERANCE if dtypes & set(NARROW) else TOLERANCE.get(next(iter(dtypes)), 1e-4)
     with keep_generators(device), in_mode(model, training=False):
-        error = check_sums(Probe(engine, losses, tolerance), batch)
+        check_sums(Probe(engine, losses, tolerance), batch)
     give_back(model)
-    return error
 
 
 def _on(device: torch.device, batch: Batch) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ from hf_dpopt.clipping.rules import linear
 from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.records.losses import RecordLosses
-from hf_dpopt.self_check import Columns, SelfCheck, check_influence, longest_record, self_check
+from hf_dpopt.self_check import Columns, check_influence, longest_record, self_check
 from hf_dpopt.self_check.draws import HIGH, LOW, MIDDLE, RecordDraws
 from tests.grads import models
 from tests.grads.models import MODELS, VOCABULARY, batch_for
@@ -39,7 +40,7 @@ def bert(**changes) -> nn.Module:
     return tf.BertForSequenceClassification(tf.BertConfig(**models._ENCODER | changes))
 
 
-def check(model: nn.Module, like=None, *, loss="auto", clipping="flat", engine="auto", **options) -> SelfCheck:
+def check(model: nn.Module, like=None, *, loss="auto", clipping="flat", engine="auto", **options) -> tuple[str, ...]:
     made = make_engine(model, make_clipping(clipping, 0.1), engine)
     like = batch_for(model) if like is None else like
     return self_check(made, RecordLosses(model, loss), like, **options)
@@ -420,7 +421,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def _checked(make: Callable[[], nn.Module], like=None, **options) -> SelfCheck:
+def _checked(make: Callable[[], nn.Module], like=None, **options) -> tuple[str, ...]:
     """The check of a model that trains; whatever it says, the model is left as it was."""
     model = make().train()
     before = state_of(model)
@@ -435,14 +436,15 @@ def _checked(make: Callable[[], nn.Module], like=None, **options) -> SelfCheck:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_passes_and_it_is_cheap(name):
     is_scaled = name in ("bert", "gpt2", "t5", "llama")
-    done = _checked(MODELS[name], is_scaled=is_scaled)
-    assert done.relative_error <= 1e-4 and 0 < done.seconds < MAX_SECONDS
+    begin = time.perf_counter()
+    _checked(MODELS[name], is_scaled=is_scaled)
+    assert time.perf_counter() - begin < MAX_SECONDS
 
 
 @pytest.mark.parametrize("name", PASSES)
 def test_what_is_right_passes(name):
     make, options = PASSES[name]
-    assert _checked(make, **options).relative_error <= (1e-9 if name == "float64" else 1e-4)
+    assert _checked(make, **options) == ()
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -558,7 +560,7 @@ def test_a_frozen_part_stays_in_evaluation_mode():
     """As in a step, which puts the rest of the model into training mode."""
     model = bert(**DROPOUT).train()
     model.bert.pooler.eval()
-    assert check(model).relative_error <= 1e-4
+    check(model)
     assert model.training and model.classifier.training and not model.bert.pooler.training
 
 
@@ -571,8 +573,7 @@ def test_dropout_is_on_and_compared(engine, checkpointing):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     like = batch_for(model)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    done = check(model, like, engine=engine, is_scaled=True, has_units=True)
-    assert done.relative_error <= 1e-4 and done.influence <= 1e-5
+    assert check(model, like, engine=engine, is_scaled=True, has_units=True) == ()
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
     assert np.random.get_state()[1].tolist() == states[2]
 
@@ -593,7 +594,7 @@ def test_compiled_parts_are_checked_too():
     model = bert(**DROPOUT).train()
     for layer in model.bert.encoder.layer:
         layer.output.compile(backend="aot_eager")
-    assert check(model).relative_error <= 1e-4
+    check(model)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
@@ -635,8 +636,7 @@ def test_a_record_draws_alone_what_it_draws_in_a_batch():
 def test_a_model_in_bfloat16_is_checked_in_float32_and_given_back_bit_for_bit():
     model = bert(**DROPOUT).bfloat16().train()
     before = {n: (p, p.data_ptr(), p.detach().clone()) for n, p in model.named_parameters()}
-    done = check(model)
-    assert done.relative_error <= 1e-4 and done.influence <= 1e-3 and not done.notes
+    assert check(model) == ()
     for name, p in model.named_parameters():
         same, address, value = before[name]
         assert p is same and p.data_ptr() == address and p.dtype == torch.bfloat16 and torch.equal(p, value)
@@ -644,14 +644,14 @@ def test_a_model_in_bfloat16_is_checked_in_float32_and_given_back_bit_for_bit():
 
 def test_without_room_for_copies_it_says_so(monkeypatch):
     monkeypatch.setattr("hf_dpopt.self_check.conditions.free_bytes", lambda device: 1000)
-    done = check(bert().bfloat16())
-    assert len(done.notes) == 1 and "no room for a float32 copy" in done.notes[0]
+    (note,) = check(bert().bfloat16())
+    assert "no room for a float32 copy" in note
 
 
 def test_autocast_is_off_and_back_afterwards():
     model = _autocast(bert(**DROPOUT).train())
     forward = model.__dict__["forward"]
-    assert check(model).relative_error <= 1e-4
+    check(model)
     assert model.__dict__["forward"] is forward
 
 
@@ -672,7 +672,7 @@ def test_records_of_the_dataset_are_compared_with_themselves_alone(engine):
     model = bert(**DROPOUT)
     made = make_engine(model, make_clipping("flat", 0.1), engine)
     together, alone = _three()
-    assert check_influence(made, RecordLosses(model), together, alone) <= 1e-4
+    check_influence(made, RecordLosses(model), together, alone)
 
 
 @pytest.mark.parametrize(
