@@ -142,10 +142,17 @@ def losing(trainer: Any, steps: frozenset[int], *, loses_opening: bool = False) 
     """Let steps of a run make no update: the release is thrown away, the optimizer does not step."""
     whole = session_module.private_step
 
-    def step_without_update(engine, losses, batches, *, run, step, chain=(), everything=None, stand_in=None):
+    def step_without_update(engine, losses, batches, *, run, step, after_noise=(), everything=None, stand_in=None):
         if step not in steps:
             return whole(
-                engine, losses, batches, run=run, step=step, chain=chain, everything=everything, stand_in=stand_in
+                engine,
+                losses,
+                batches,
+                run=run,
+                step=step,
+                after_noise=after_noise,
+                everything=everything,
+                stand_in=stand_in,
             )
         if everything is not None and run.preclip.awaits_opening:
             if loses_opening:

@@ -265,7 +265,7 @@ class TrainingSession:
             secret_randomness(run.chain.dropout_key, step, collectives.rank(), args.device),
         ):
             if run.recovery is not None and run.recovery.covers(step):
-                has_update = replay_step(self.stages.engine, run=run, step=step, chain=self.stages.chain)
+                has_update = replay_step(self.stages.engine, run=run, step=step, after_noise=self.stages.after_noise)
             else:
                 self._unprivatized += private_step(
                     self.stages.engine,
@@ -273,7 +273,7 @@ class TrainingSession:
                     self._physical_batches(batch),
                     run=run,
                     step=step,
-                    chain=self.stages.chain,
+                    after_noise=self.stages.after_noise,
                     everything=self._everything,
                     stand_in=self._stand_in,
                 )

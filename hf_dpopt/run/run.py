@@ -328,7 +328,7 @@ class PrivateRun:
         self.charged[-1] += 1
         self._taken = self.charged[-1]
 
-    def open(self, step: int, engine: ClippingEngine) -> ClippedSum:
+    def begin_opening(self, step: int, engine: ClippingEngine) -> ClippedSum:
         """Charge the first step of a chain with the query that comes before it, before any record is looked at.
 
         Args:
@@ -500,7 +500,7 @@ class PrivateRun:
         """Make the noised mean over all units of the sums of the query, in place."""
         opening = self.plan.preclip.opening
         if opening is None or self._door is not _Door.ASKING or step != self._step:
-            raise DPConfigError(f"No query was opened before step {step}. Call run.open(step, engine) first.")
+            raise DPConfigError(f"No query was opened before step {step}. Call run.begin_opening(step, engine) first.")
         if any(total.dtype != torch.float64 for total in sums.values()):
             raise DPConfigError(
                 "The sums of an opening query are float64: in float32, rounding over so many units would move them by "
@@ -547,16 +547,14 @@ class PrivateRun:
             )
         return self._preclip
 
-    def noise_level(self, preclip: Preconditioning | None = None, chain: Sequence[Postprocess] = ()) -> MechanismLevel:
+    def noise_level(self, *stages: Preconditioning | Postprocess) -> MechanismLevel:
         """Level of the noise in what `private_step` leaves in `p.grad`; for optimizers and filters that know it.
 
         Args:
-            preclip: the preconditioner of the run, which may multiply what was released.
-            chain: maps that come between; those that say no ``gain`` leave a level that is not known.
+            *stages: the preconditioner of the run and maps that multiply what was released; those that say no
+                ``gain`` leave a level that is not known.
         """
         plan = self.plan
-        stages: list[Preconditioning | Postprocess] = [] if preclip is None else [preclip]
-        stages += chain
 
         def gain() -> float | None:
             gains = [gain for stage in stages if (gain := stage.gain) is not None]

@@ -32,8 +32,8 @@ class Stages:
         run: run of the plan.
         engine: clipping engine of the model.
         optimizer: torch's own; told the noise level if it is a `NoiseAwareOptimizer`.
-        chain: maps of the released mean gradient; told the same. What multiplies every coordinate by one number says
-            so in an attribute ``gain``.
+        after_noise: maps of the released mean gradient; told the same. What multiplies every coordinate by one number
+            says so in an attribute ``gain``.
         public: gradients of public records, where something needs them.
         after: maps of the released weights, called after every step of the optimizer.
 
@@ -49,20 +49,20 @@ class Stages:
         run: PrivateRun,
         engine: ClippingEngine,
         optimizer: torch.optim.Optimizer,
-        chain: Sequence[Postprocess] = (),
+        after_noise: Sequence[Postprocess] = (),
         *,
         public: PublicSource | None = None,
         after: Sequence[AfterStep] = (),
     ):
         self.preclip = run.start_preclip(engine, public=public)
         self.engine = self.preclip.engine(engine)
-        self.chain, self.after = tuple(chain), tuple(after)
+        self.after_noise, self.after = tuple(after_noise), tuple(after)
         self._optimizer, self._spec = optimizer, run.plan.preclip.parameters()
         self._metrics = run.metrics
-        for place, stage in enumerate(self.chain):
-            stage.set_noise(run.noise_level(self.preclip, self.chain[:place]))
+        for place, stage in enumerate(self.after_noise):
+            stage.set_noise(run.noise_level(self.preclip, *self.after_noise[:place]))
         if isinstance(optimizer, NoiseAwareOptimizer):
-            optimizer.set_noise(run.noise_level(self.preclip, self.chain))
+            optimizer.set_noise(run.noise_level(self.preclip, *self.after_noise))
         self._hooks = [stage.attach(optimizer) for stage in self.after]
 
     def announce(self) -> None:
@@ -85,7 +85,7 @@ class Stages:
 
     @property
     def _has_state(self) -> bool:
-        kept = (self.preclip.state_dict(), self.chain, self.after, self._metrics.state_dict())
+        kept = (self.preclip.state_dict(), self.after_noise, self.after, self._metrics.state_dict())
         return any(kept) or isinstance(self._optimizer, NoiseAwareOptimizer)
 
     def save(self, folder: str | Path, *, writes: bool = True) -> None:
@@ -134,7 +134,7 @@ class Stages:
             )
         self.preclip.load_state_dict(state["preclip"])
         self._metrics.load_state_dict(state.get("private_metrics", {}))
-        for stage, of_stage in zip(self.chain + self.after, state["stages"], strict=True):
+        for stage, of_stage in zip(self.after_noise + self.after, state["stages"], strict=True):
             stage.load_state_dict(of_stage)
 
     def _state(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Stages:
         return {
             "made_of": self.made_of,
             "preclip": self.preclip.state_dict(),
-            "stages": [stage.state_dict() for stage in self.chain + self.after],
+            "stages": [stage.state_dict() for stage in self.after_noise + self.after],
             **({"private_metrics": metrics} if metrics else {}),
         }
 
@@ -150,6 +150,6 @@ class Stages:
     def made_of(self) -> list[str]:
         """Maps of the gradients, of the weights, and the optimizer, with their public options."""
         inner = self._optimizer.filter if isinstance(self._optimizer, NoiseAwareOptimizer) else None
-        maps: list[Postprocess | AfterStep] = [*self.chain, *filter(None, [inner]), *self.after]
+        maps: list[Postprocess | AfterStep] = [*self.after_noise, *filter(None, [inner]), *self.after]
         described = [f"{stage.label} {stage.parameters() or ''}".strip() for stage in maps]
         return [*described, type(self._optimizer).__name__]

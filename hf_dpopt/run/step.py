@@ -35,7 +35,7 @@ def private_step(
     *,
     run: PrivateRun,
     step: int,
-    chain: Sequence[Postprocess] = (),
+    after_noise: Sequence[Postprocess] = (),
     everything: Callable[[], Iterable[Any]] | None = None,
     stand_in: Callable[[], Any] | None = None,
 ) -> UnprivatizedStatistics:
@@ -55,7 +55,7 @@ def private_step(
         run: keys, ledger and plan of the run, and the preconditioner D that `run.start_preclip(engine)` made, if the
             plan has one.
         step: optimizer step, 1-based; every step of a run once, in order.
-        chain: maps of the released mean gradient.
+        after_noise: maps of the released mean gradient.
         everything: iterates this rank's shard of the dataset once, in physical batches, for preconditioners with an
             initial query. None if there is no such query.
         stand_in: gives a batch whose records are not added, for a model in shards: every forward is a collective, so
@@ -82,7 +82,7 @@ def private_step(
     # released from here
     released = run.metrics.receive(released)
     released = run.preclip.receive(released)
-    for stage in chain:
+    for stage in after_noise:
         released = stage(released)
     write_gradients(engine.parameters, released)
     return seen
@@ -189,9 +189,9 @@ def ask(
         step: the first step of its chain.
 
     Raises:
-        DPConfigError: see `PrivateRun.open`.
+        DPConfigError: see `PrivateRun.begin_opening`.
     """
-    query = run.open(step, engine)
+    query = run.begin_opening(step, engine)
     if run.ranks.rank == 0:
         logger.info(f"Query before the first step: one pass over all {run.plan.num_examples:,} units.")
     # private from here
@@ -206,7 +206,9 @@ def ask(
 # --- taken again: post-processing of what was released; no record is read, nothing is charged, no noise is drawn ---
 
 
-def replay_step(engine: ClippingEngine, *, run: PrivateRun, step: int, chain: Sequence[Postprocess] = ()) -> bool:
+def replay_step(
+    engine: ClippingEngine, *, run: PrivateRun, step: int, after_noise: Sequence[Postprocess] = ()
+) -> bool:
     """Leave in `p.grad` what a step left there before the run was killed, bit for bit.
 
     Call it in place of `private_step` for every step that `run.recovery` covers, in order, then `optimizer.step()`
@@ -216,7 +218,7 @@ def replay_step(engine: ClippingEngine, *, run: PrivateRun, step: int, chain: Se
         engine: the one that the step would be clipped with.
         run: run that was continued.
         step: optimizer step, 1-based.
-        chain: maps of the released mean gradient.
+        after_noise: maps of the released mean gradient.
 
     Returns:
         Whether there is an update. False for a step whose release was lost with the kill: it stays charged and is done
@@ -235,7 +237,7 @@ def replay_step(engine: ClippingEngine, *, run: PrivateRun, step: int, chain: Se
     _check_fits(engine, released, step)
     released = run.metrics.receive(_on_device_of(engine, released))
     released = run.preclip.receive(released)
-    for stage in chain:
+    for stage in after_noise:
         released = stage(released)
     write_gradients(engine.parameters, released)
     return True

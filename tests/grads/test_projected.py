@@ -146,7 +146,7 @@ def test_a_private_step_noises_k_coordinates_and_lifts_them(tmp_path):
     for step in range(1, 41):
         rows = [records[i] for i in run.draw(step)]
         batches = [tiny.collate(rows)] if rows else []
-        private_step(engine, losses, batches, run=run, step=step, chain=[ProjectedGradient(subspace)])
+        private_step(engine, losses, batches, run=run, step=step, after_noise=[ProjectedGradient(subspace)])
         grads = {n: p.grad for n, p in model.named_parameters()}
         u = subspace.project(grads)
         back = reference.vector(subspace.lift(u))

@@ -107,9 +107,9 @@ def test_the_names_choose_the_optimizers(tmp_path):
                 (run.plan.draw_stddev * run.plan.sensitivity / 16) ** 2
             )  # fmt: skip
             assert (optimizer.filter is None) == (text is None)
-            assert run._session.stages.chain == ()
+            assert run._session.stages.after_noise == ()
         else:
-            assert len(run._session.stages.chain) == (text is not None)
+            assert len(run._session.stages.after_noise) == (text is not None)
     assert list(kinds.values()) == [DPAdamBC, DPAdamW, DPGaLore, torch.optim.AdamW, torch.optim.SGD]
 
 
@@ -161,7 +161,7 @@ class Halved(Postprocess):
 def test_a_map_of_ones_own_runs_last_and_is_kept(tmp_path):
     run = trainer(tmp_path, postprocess=[own := Halved()], filter="momentum", optim="sgd", max_steps=3)
     run.train()
-    assert own.calls == 3 and run._session.stages.chain[-1] is own and len(run._session.stages.chain) == 2
+    assert own.calls == 3 and run._session.stages.after_noise[-1] is own and len(run._session.stages.after_noise) == 2
     more = trainer(tmp_path, postprocess=[again := Halved()], filter="momentum", optim="sgd", max_steps=4)
     more.train(resume_from_checkpoint=True)
     assert again.calls == 4

@@ -91,7 +91,7 @@ class _Run:
 
     def step(self, t: int) -> torch.Tensor:
         losses: Any = None  # of no batch
-        private_step(self.engine, losses, [], run=self.run, step=t, chain=self.stages.chain)
+        private_step(self.engine, losses, [], run=self.run, step=t, after_noise=self.stages.after_noise)
         grad = self.model.weight.grad.clone()
         self.optimizer.step()
         return grad

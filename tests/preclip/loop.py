@@ -73,12 +73,12 @@ class Loop:
     def losses(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return (self.model(batch["x"]) - batch["labels"]).square().sum(dim=1) / 2
 
-    def step(self, t: int, *, chain: tuple = (), physical: int = 5) -> None:
+    def step(self, t: int, *, after_noise: tuple = (), physical: int = 5) -> None:
         rows = self.run.draw(t)
         self.batches.append(rows.tolist())
         parts = [rows[i : i + physical] for i in range(0, len(rows), physical)]
         batches = [{"x": self.x[part], "labels": self.y[part]} for part in parts]
-        private_step(self.engine, self.losses, batches, run=self.run, step=t, chain=chain)
+        private_step(self.engine, self.losses, batches, run=self.run, step=t, after_noise=after_noise)
         self.optimizer.step()
 
     def weights(self) -> list[torch.Tensor]:

@@ -302,7 +302,7 @@ def test_a_level_within_the_chain_is_that_of_the_maps_before(tmp_path):
     Stages(loop.run, loop.engine, loop.optimizer, [first, second])
     loop.preclip = loop.run.preclip
     for t in range(1, 7):
-        loop.step(t, chain=(first, second))
+        loop.step(t, after_noise=(first, second))
     noising = made.strategy.noising_matrix(6)
     gram = noising @ noising.T * (made.draw_stddev * made.sensitivity / EXPECTED) ** 2
     gains = 0.5 ** np.arange(1, 7)

@@ -271,7 +271,7 @@ def test_it_is_charged_before_a_record_is_looked_at_and_once(tmp_path):
     loop.step(2)
     assert seen == [[1]] and loop.run.charged == [2]
     with pytest.raises(DPConfigError, match="asked once"):
-        loop.run.open(3, loop.engine)
+        loop.run.begin_opening(3, loop.engine)
     assert loop.run.charged == [2]
     events = [json.loads(line) for line in (tmp_path / "out" / LEDGER).read_text().splitlines()]
     assert any('"opening_noise": 4.0' in json.dumps(event) for event in events)
@@ -284,7 +284,7 @@ def test_without_all_records_nothing_is_charged(tmp_path):
     assert loop.run.charged == [0]
     with pytest.raises(DPConfigError, match="No query was opened"):
         loop.run.release({}, 1, is_opening=True)
-    loop.run.open(1, loop.engine)
+    loop.run.begin_opening(1, loop.engine)
     with pytest.raises(DPConfigError, match="are float64"):
         loop.run.release({"weight": torch.zeros(3)}, 1, is_opening=True)
 
@@ -293,7 +293,7 @@ def test_another_clip_is_refused_before_it_is_charged(tmp_path):
     loop = AskingLoop(tmp_path, _plan())
     other = make_engine(loop_model(), plan(3, clipping_norm=9.0).clipper)
     with pytest.raises(DPConfigError, match="engine clips by"):
-        loop.run.open(1, other)
+        loop.run.begin_opening(1, other)
     assert loop.run.charged == [0]
 
 

@@ -109,7 +109,7 @@ def test_the_loop_is_private_step(case, task, tmp_path):
         batches = [{"features": features, "labels": labels}] if len(labels) else []
         private_step(
             engine, lambda batch: task.losses(model(batch["features"]), batch["labels"]), batches,
-            run=run, step=step, chain=steps,
+            run=run, step=step, after_noise=steps,
         )  # fmt: skip
         optimizer.step()
     run.close()

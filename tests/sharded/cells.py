@@ -233,7 +233,7 @@ def train(name: str, cell: Cell, out: Path) -> dict[str, Any]:
     for t in range(1, STEPS + 1):
         drawn = run.draw(t)[rank::size].tolist()
         private_step(
-            stages.engine, losses, physical(drawn), run=run, step=t, chain=stages.chain,
+            stages.engine, losses, physical(drawn), run=run, step=t, after_noise=stages.after_noise,
             stand_in=lambda: collate(records[:1]),
         )  # fmt: skip
         gradients.append(whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
