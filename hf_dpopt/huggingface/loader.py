@@ -18,13 +18,12 @@ from transformers.trainer_utils import seed_worker
 
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.planning import PlannedRun
-from hf_dpopt.huggingface.preparation import TRIED, look_at_records
+from hf_dpopt.huggingface.preparation import look_at_records
 from hf_dpopt.records.collation import Collation
-from hf_dpopt.records.form import Form
 from hf_dpopt.records.inspection import refuse_malformed, refuse_missing_values
 from hf_dpopt.records.limits import Limits, padding_id_of
-from hf_dpopt.records.losses import RecordLosses, problem_type
-from hf_dpopt.records.rows import is_stored, read_one, spread
+from hf_dpopt.records.losses import RecordLosses
+from hf_dpopt.records.rows import is_stored, read_one
 from hf_dpopt.run.batches import Choose, LogicalBatch, LogicalBatchSampler, Records, keep_uncollated, take_all
 from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.users import UserData
@@ -132,20 +131,15 @@ class TrainingRecords:
         Raises:
             DPConfigError: for records that are unlike each other, naming the first.
         """
-        limits, is_whole = Limits.of(model, losses.kind), is_stored(self.dataset)
-        is_classifier, form = losses.kind == "ForSequenceClassification", None
-        float_labels = is_classifier and problem_type(model) != "single_label_classification"
-        if is_whole:
+        limits, is_table = Limits.of(model, losses.kind), is_stored(self.dataset)
+        if is_table:
             refuse_missing_values(self.dataset)
-        if not is_whole or float_labels:  # stored integers become numbers to be predicted
-            some = (row for i in spread(len(self), TRIED) for row in self.__getitems__([i]))
-            form = next((Form.of(row, float_labels=float_labels) for row in some), None)
-        if not is_whole and form is not None:
+        else:
             is_listed = isinstance(self.dataset, (list, tuple))
-            refuse_malformed([self.clean(row) for row in self.dataset] if is_listed else self, limits, form)
+            refuse_malformed([self.clean(row) for row in self.dataset] if is_listed else self, limits, compares=True)
         padding_id = padding_id_of(model)
         made = Collation(
-            self.collator, form=form, limits=limits, padding_id=padding_id, clean=self.clean, place=self.place
+            self.collator, is_table=is_table, limits=limits, padding_id=padding_id, clean=self.clean, place=self.place
         )
         return made, look_at_records(self.dataset, made, losses)
 

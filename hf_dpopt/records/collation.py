@@ -3,10 +3,10 @@
 A collator sees several records at once and may do anything with them: take the type of all from the first, centre
 targets, pad on a side that the model does not expect. So:
 
-* every record is brought into the run's form first, and what does not fit is left out, whoever is beside it;
-* collators of transformers and TRL, which are known to make a row of each record, see a batch at once;
-* every other collator sees one record at a time, and the rows are joined here: padded as the model expects, or kept
-  apart where they cannot be;
+* records of a table, which has one type for each column, are given at once to collators of transformers and TRL that
+  are known to make a row of each record;
+* in every other case a collator sees one record at a time, and the rows are joined here: padded as the model expects,
+  or kept apart where they cannot be;
 * nothing stops a step: a record that cannot be collated, or that the model cannot look up, contributes nothing.
 """
 
@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.records.form import Form
 from hf_dpopt.records.limits import Limits
 from hf_dpopt.records.losses import IGNORED, num_records
 from hf_dpopt.records.rows import is_environment
@@ -85,7 +84,8 @@ class Collation:
 
     Args:
         collate: a list of records -> mapping of tensors, one row for each record.
-        form: the form every record is brought into; None for stored records, which have one form already.
+        is_table: whether records come from a table, so that all have the same columns and types; of a batch of others,
+            the stock collator takes these from the first record.
         limits: what the model can look up; None to accept everything.
         padding_id: token behind the text where rows of different lengths are joined here; models that search for it
             see it, all others see a mask over it.
@@ -97,19 +97,19 @@ class Collation:
         self,
         collate: Collator,
         *,
-        form: Form | None = None,
+        is_table: bool = False,
         limits: Limits | None = None,
         padding_id: int = 0,
         clean: Callable[[Any], Any] = lambda record: record,
         place: Callable[[Batch], Batch] = lambda batch: batch,
     ):
-        self.collate, self.form, self.limits = declared(collate), form, limits or Limits()
+        self.collate, self.limits = declared(collate), limits or Limits()
         self.padding_id, self.clean, self.place = padding_id, clean, place
-        self.is_known = is_known(collate)
+        self.sees_batches = is_table and is_known(collate)
 
     @classmethod
     def of(cls, collate: Collator | Collation) -> Collation:
-        """Return a collation unchanged; wrap a bare collator in one without form or limits."""
+        """Return a collation unchanged; wrap a bare collator in one without limits."""
         return collate if isinstance(collate, Collation) else cls(collate)
 
     def parts(self, records: Sequence[Any]) -> list[Part]:
@@ -121,19 +121,13 @@ class Collation:
         usable = [(i, row) for i, record in enumerate(records) if (row := self._fitted_or_none(record)) is not None]
         if not usable:
             return []
-        # Of objects that are no mappings, the stock collator takes columns and types from the first of a batch.
-        is_known = self.is_known and all(isinstance(row, Mapping) for _, row in usable)
-        found = (self._together(usable) if is_known else None) or self._one_by_one(usable)
+        found = (self._together(usable) if self.sees_batches else None) or self._one_by_one(usable)
         return [Part(self.place(part.batch), part.places) for part in found]
 
     def fitted(self, record: Any) -> Any:
         """A record as the collator may see it; None if it does not fit."""
         record = self.clean(record)
-        if self.form is not None:
-            record = self.form.fitted(record)
-        if record is None or self.limits.misfit(record) or self.limits.is_empty(record):
-            return None
-        return record
+        return None if self.limits.misfit(record) or self.limits.is_empty(record) else record
 
     def _fitted_or_none(self, record: Any) -> Any:
         try:
@@ -156,8 +150,10 @@ class Collation:
 
     def cut_padding(self, row: Batch) -> Batch:
         """The row of one record without its padding, where a mask or the targets show it."""
-        row = trimmed(row)
-        return _without_padded_targets(row) if self.limits.labels_are_targets else row
+        if not self.limits.labels_are_targets:
+            return trimmed(row)
+        cut = _without_padded_targets(row)
+        return cut | trimmed({key: value for key, value in cut.items() if key not in TARGETS})
 
     def _together(self, usable: list[tuple[int, Any]]) -> list[Part] | None:
         """One batch of all records, made by the collator; None if it fails or the rows must be examined one by one."""
@@ -220,7 +216,7 @@ def length_of(record: Any) -> int:
 
 
 def trimmed(row: Batch) -> Batch:
-    """Remove padding from the row of one record, where a mask shows it and no target stands there."""
+    """Remove padding from the row of one record, where a mask shows it; an unchanged row if a target is there."""
     ids, mask = row.get("input_ids"), row.get("attention_mask")
     if not isinstance(ids, torch.Tensor) or not isinstance(mask, torch.Tensor):
         return row
@@ -234,7 +230,8 @@ def trimmed(row: Batch) -> Batch:
         is_token = is_token and not value.is_floating_point() and not key.startswith("decoder")
         if is_token and key == "labels":
             left = torch.cat([value[:, : text.start], value[:, text.stop :]], dim=1)
-            is_token = bool((left == IGNORED).all())
+            if (left != IGNORED).any():
+                return row
         found[key] = value[:, text] if is_token else value
     return found
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.records.form import Form
 from hf_dpopt.records.limits import LABEL_COLUMNS, MASKS, Limits
 from hf_dpopt.records.rows import is_stored, read_one, spread
 
@@ -25,30 +24,35 @@ FIX = (
 )
 
 
-def refuse_malformed(dataset: Any, limits: Limits, form: Form | None) -> None:
+def refuse_malformed(dataset: Any, limits: Limits, *, compares: bool = False) -> None:
     """Refuse records that the model cannot take, naming the first one found.
 
     Args:
         dataset: the training records, with a length.
         limits: what the model can look up.
-        form: the form that records must fit; None to accept any.
+        compares: whether records must have the columns of the first one, and values of the same kinds.
 
     Raises:
         DPConfigError: naming record, column and what is allowed.
     """
     if not hasattr(dataset, "__len__"):
         return  # streams are refused by name
-    if is_stored(dataset):
-        rows, form = _suspicious_rows(dataset, limits), None
+    if is_table := is_stored(dataset):
+        rows = _suspicious_rows(dataset, limits)
     else:
         rows = enumerate(dataset) if isinstance(dataset, (list, tuple)) else _sample_rows(dataset)
+    kinds: dict[str, str] | None = None
     for i, row in rows:
-        if form is not None and (misfit := form.misfit(row)):
-            raise DPConfigError(f"Training record {i} does not have the form of the others: {misfit}. {FIX}")
+        if kinds is None and compares and isinstance(row, Mapping):
+            kinds = {column: _kind(value) for column, value in row.items()}
+        if unlike := _unlike(row, kinds or {}):
+            raise DPConfigError(f"Training record {i} does not have the form of the first: {unlike}. {FIX}")
         if misfit := limits.misfit(row):
             raise DPConfigError(f"Training record {i}: {misfit}. Cut or pad it where it is tokenized. {FIX}")
         for column, value in row.items() if isinstance(row, Mapping) else ():
-            if wrong := _wrong_value(value, column, limits, has_nulls=is_stored(dataset)):
+            if is_table and value is None:
+                raise DPConfigError(f"Training record {i}: {column!r} is missing (null). {FIX}")
+            if wrong := _wrong_value(value, column, limits, has_nulls=is_table or compares):
                 raise DPConfigError(f"Training record {i}: {wrong} {FIX}")
 
 
@@ -81,6 +85,29 @@ def refuse_missing_values(dataset: Any) -> None:
                 raise DPConfigError(f"The column {name!r} of the training set has missing values (null). {FIX}")
 
 
+def _unlike(row: Any, kinds: Mapping[str, str]) -> str:
+    """Say in which column a record has values of another kind than the first record; empty if in none."""
+    if kinds and not isinstance(row, Mapping):
+        return f"it is of type {type(row).__name__}, not a mapping of columns"
+    for column, wanted in kinds.items():
+        if wanted and row.get(column) is None:
+            return f"it has no {column!r}"
+        got = _kind(row.get(column))
+        if wanted and got and wanted != got:
+            return f"{column!r} holds {got}, where the first has {wanted}"
+    return ""
+
+
+def _kind(value: Any) -> str:
+    """Kind and depth of the first number or string of a value, in words; empty if there is none."""
+    depth = 0
+    while isinstance(value, (list, tuple)) and value:
+        value, depth = value[0], depth + 1
+    array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+    kind = {"b": "numbers", "i": "numbers", "u": "numbers", "f": "numbers", "U": "text"}.get(array.dtype.kind, "")
+    return f"{kind} in lists of depth {depth + array.ndim}" if kind and array.size else ""
+
+
 def _wrong_value(value: Any, column: str, limits: Limits, *, has_nulls: bool) -> str:
     """Say why the model cannot take the value of a record in a column; empty if it can.
 
@@ -88,16 +115,14 @@ def _wrong_value(value: Any, column: str, limits: Limits, *, has_nulls: bool) ->
         value: a number, or a list of them, however nested.
         column: name of the column.
         limits: what the model can look up.
-        has_nulls: whether None is a missing value of a table; elsewhere the form decides.
+        has_nulls: whether None in a list is a missing value; else nobody may read the column.
     """
-    if has_nulls and value is None:
-        return f"{column!r} is missing (null)."
     try:
         array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
     except (ValueError, OverflowError):
         return ""  # lists of unlike lengths, whose parts a collator pads
     values = array.ravel()
-    if has_nulls and values.dtype == object and any(x is None for x in values):
+    if has_nulls and array.ndim and values.dtype == object and any(x is None for x in values):
         return f"{column!r} holds a missing value (null)."
     return _wrong(values, column, limits, is_number=array.ndim == 0)
 
@@ -113,6 +138,8 @@ def _wrong(values: np.ndarray, column: str, limits: Limits, *, is_number: bool) 
                 f"{column!r} holds a fraction or a float, and the model has classes, which are whole numbers. Make "
                 "them integers (dataset.cast_column, or int()); for a regression load the model with num_labels=1."
             )
+    elif values.dtype.kind == "f" and allowed is not None and len(values):
+        return f"{column!r} holds floats, and the model looks up whole numbers."
     if allowed is None or values.dtype.kind not in "iub":
         return ""
     outside = values[~allowed.holds(values.astype(np.int64, copy=False))]

@@ -16,7 +16,7 @@ import torch
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.randomness.framework import keep_generators
-from hf_dpopt.records.collation import DECLARED, Batch, Collation, check_rows, length_of, row_of
+from hf_dpopt.records.collation import DECLARED, Batch, Collation, check_rows, is_known, length_of, row_of
 from hf_dpopt.records.positions import num_entries
 
 FIX = (
@@ -94,16 +94,9 @@ def pair_of_records(collation: Collation, records: Sequence[Any]) -> tuple[Batch
         return None
     batch = parts[0].batch
     alone = [collation.cut_padding(row_of(batch, b)) for b in range(2)]
-    return (batch, alone) if any(_is_cut(batch, row) for row in alone) else None
-
-
-def _is_cut(batch: Batch, row: Batch) -> bool:
-    """Whether tokens of a row were padding, and none of it is a target."""
-    ids, own, labels = batch.get("input_ids"), row.get("input_ids"), row.get("labels")
-    if not isinstance(ids, torch.Tensor) or not isinstance(own, torch.Tensor) or ids.dim() < 2:
-        return False
-    has_targets = isinstance(labels, torch.Tensor) and labels.dim() == 2 and labels.size(1) == ids.size(1)
-    return own.size(1) < ids.size(1) and not has_targets
+    ids = batch.get("input_ids")
+    is_padded = isinstance(ids, torch.Tensor) and any(row["input_ids"].shape[1:] != ids.shape[1:] for row in alone)
+    return (batch, alone) if is_padded else None
 
 
 def _shorter(record: Any) -> Any:
@@ -130,12 +123,14 @@ def _compare(collation: Collation, a: Any, b: Any) -> None:
         ) from error
     _refuse_unusual(together)
     check_rows(together, 2)
-    if "attention_mask" not in together and length_of(a) != length_of(b) and collation.is_known:
+    if "attention_mask" not in together and length_of(a) != length_of(b) and collation.sees_batches:
         raise DPConfigError(
             "Records of different lengths were padded, and the batch has no attention_mask: a record's gradient would "
             "depend on how long the others are. Use a collator that adds the mask (DataCollatorWithPadding), or pad "
             "every record to one length before training."
         )
+    if is_known(collation.collate) and not collation.sees_batches:
+        return  # what it takes from the first record of a batch reaches no other one
     drawn = {key for key in together if not _same(together[key], again[key])}
     fits_alone = True
     for place, record in enumerate((a, b)):
@@ -143,14 +138,14 @@ def _compare(collation: Collation, a: Any, b: Any) -> None:
         # decoder inputs are labels that were padded and then shifted; the labels are compared
         derived = {"decoder_input_ids"} if "labels" in alone else set()
         for key in (together.keys() | alone.keys()) - drawn - derived:
-            filler = DECLARED.get(key) if collation.is_known else None  # of others, rows are padded in `join_rows`
+            filler = DECLARED.get(key) if collation.sees_batches else None  # of others, rows are padded in `join_rows`
             if key not in alone or key not in together or not _is_row(together[key], alone[key], place, filler):
                 raise DPConfigError(
                     f"The collator mixes records: {key!r} of a training record is another one beside a second record "
                     f"than alone. {FIX}"
                 )
         fits_alone = fits_alone and not collation.limits.failing(alone).any()
-    if fits_alone and collation.is_known and (outside := collation.limits.first_outside(together)):
+    if fits_alone and collation.sees_batches and (outside := collation.limits.first_outside(together)):
         raise DPConfigError(
             f"Every record that is padded would be left out of its step, for the padding token or the width does not "
             f"fit the model: {outside}"

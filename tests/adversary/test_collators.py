@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import transformers as tf
@@ -147,7 +148,7 @@ def test_padding_wherever_the_tokenizer_sits(place, side, agrees, tmp_path):
         "function": {"data_collator": _own(tokenizer)},
     }[place]
     make = making(lambda: tiny.made(tf.GPT2ForSequenceClassification, pad_token_id=1 if agrees else 0), **where)
-    refusal = assert_kept_or_refused(make, equal_at_the_start(), 5, tmp_path)
+    refusal = assert_kept_or_refused(make, datasets.Dataset.from_list(equal_at_the_start()), 5, tmp_path)
     if place == "function" or (side == "right" and (agrees or place == "processing_class")):
         # rows that are joined here are padded as the model expects; the Trainer tells the model of its own tokenizer
         assert not refusal
@@ -172,4 +173,9 @@ def test_a_tokenizer_that_pads_with_a_new_token_is_refused(tmp_path):
     tokenizer.add_special_tokens({"pad_token": "<new>"})
     assert tokenizer.pad_token_id >= tiny.VOCABULARY
     make = making(data_collator=tf.DataCollatorWithPadding(tokenizer))
-    assert_refused(make, rows, tmp_path, match="padding token .* outside 0 to 39, .*resize_token_embeddings")
+    assert_refused(
+        make,
+        datasets.Dataset.from_list(rows),
+        tmp_path,
+        match="padding token .* outside 0 to 39, .*resize_token_embeddings",
+    )

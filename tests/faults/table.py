@@ -49,7 +49,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a collator that nobody knows sees the whole batch",
         "hf_dpopt/records/collation.py",
-        "(self._together(usable) if is_known else None)",
+        "(self._together(usable) if self.sees_batches else None)",
         "self._together(usable)",
         (f"{COLLATORS}::test_a_collator_that_mixes_seldom_sees_single_records",),
     ),
@@ -63,8 +63,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the type of a column is that of the first record of the batch",
         "hf_dpopt/records/collation.py",
-        "            record = self.form.fitted(record)\n",
-        "            pass\n",
+        "self.sees_batches = is_table and is_known(collate)",
+        "self.sees_batches = is_known(collate)",
         (f"{COLLATORS}::test_an_integer_label_does_not_truncate_the_fractions_of_others",),
     ),
     Fault(
@@ -91,8 +91,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "values out of range reach the model",
         "hf_dpopt/records/collation.py",
-        "                failing_B = self.limits.failing(batch)\n",
-        "                failing_B = self.limits.failing(batch) & False\n",
+        "                if not self.limits.is_too_wide(row) and not self.limits.failing(row).any():\n",
+        "                if not self.limits.is_too_wide(row):\n",
         (f"{MALFORMED}::test_values_out_of_range_reach_no_forward",),
     ),
     Fault(

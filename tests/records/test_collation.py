@@ -1,16 +1,14 @@
-"""Forms of records and the joining of their rows, without a model."""
+"""Collation of records and the joining of their rows, without a model."""
 
 from __future__ import annotations
 
 import importlib
 
-import numpy as np
 import pytest
 import torch
 import transformers as tf
 
 from hf_dpopt.records.collation import KNOWN, Collation, is_known
-from hf_dpopt.records.form import Form
 from hf_dpopt.records.trial import try_collation
 from tests import tiny
 
@@ -19,25 +17,15 @@ class _Subclass(tf.DataCollatorWithPadding):
     """Looks like a known collator, and is none."""
 
 
-def test_the_form_of_a_record_is_its_own():
-    form = Form.of({"input_ids": [1, 2], "label": 1}, float_labels=True)
-    assert form.fitted({"input_ids": [3], "label": 2, "more": 1}) == {"input_ids": [3], "label": 2.0}
-    for wrong in (
-        {"input_ids": [3]}, {"input_ids": [3], "label": None}, {"input_ids": [1.5], "label": 1}, {"input_ids": 3, "label": 1},
-        {"input_ids": [[3]], "label": 1}, {"input_ids": [3, None], "label": 1}, {"input_ids": [3], "label": [1]}, 7,
-    ):  # fmt: skip
-        assert form.fitted(wrong) is None, wrong
-
-
-def test_arrays_and_tensors_become_what_the_first_record_has():
-    """`DataCollatorForSeq2Seq` adds padding to a list by `+`, which means another thing for an array."""
-    form = Form.of({"labels": [1, 2], "x": np.zeros(2, np.float32), "n": 3})
-    got = form.fitted({"labels": np.array([3, 4]), "x": [1, 2], "n": torch.tensor(5)})
-    assert got["labels"] == [3, 4] and type(got["labels"]) is list
-    assert got["x"].dtype == np.float32 and got["x"].tolist() == [1.0, 2.0]
-    assert type(got["n"]) is int
-    as_tensor = Form.of({"labels": torch.tensor([1], dtype=torch.int32)}).fitted({"labels": [2**40]})
-    assert as_tensor["labels"].tolist() == [2**40]
+def test_records_of_no_table_meet_a_collator_alone():
+    """`default_data_collator` takes columns and types of a batch from its first record."""
+    rows = [{"input_ids": [5, 6], "label": label} for label in (101, 0.45, 0.7)]
+    parts = Collation(tf.default_data_collator).parts(rows)
+    assert {i: v for part in parts for i, v in zip(part.places, part.batch["labels"].tolist(), strict=True)} == (
+        pytest.approx({0: 101, 1: 0.45, 2: 0.7})
+    )
+    (part,) = Collation(tf.default_data_collator, is_table=True).parts(rows[1:])
+    assert part.places == (0, 1)
 
 
 def test_known_collators_are_those_that_were_read():
@@ -146,6 +134,6 @@ class _WithoutMask(_Words):
 
 def test_a_known_collator_without_a_mask_is_not_believed():
     """Padding that nothing marks counts as text, so records of unlike lengths stay apart."""
-    collation = Collation(tf.DataCollatorWithPadding(_WithoutMask()))
+    collation = Collation(tf.DataCollatorWithPadding(_WithoutMask()), is_table=True)
     parts = collation.parts([{"input_ids": [5] * n} for n in (3, 6, 3)])
-    assert collation.is_known and [part.places for part in parts] == [(0, 2), (1,)]
+    assert collation.sees_batches and [part.places for part in parts] == [(0, 2), (1,)]

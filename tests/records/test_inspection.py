@@ -23,4 +23,4 @@ def test_the_record_is_named_wherever_it_is(change, told):
     rows[20_001] = rows[0] | change
     limits = Limits({"input_ids": Range(100, "words")}, per_token=("attention_mask",))
     with pytest.raises(ValueError, match=f"^Training record 20001: {told}"):
-        refuse_malformed(datasets.Dataset.from_list(rows), limits, None)
+        refuse_malformed(datasets.Dataset.from_list(rows), limits)

@@ -81,7 +81,7 @@ def test_positions_of_a_model(case):
 
 
 def _check(dataset: Any, model: nn.Module) -> None:
-    refuse_malformed(dataset, Limits.of(model, RecordLosses(model, "auto").kind), form=None)
+    refuse_malformed(dataset, Limits.of(model, RecordLosses(model, "auto").kind))
 
 
 def test_long_targets_of_a_decoder_are_refused():

@@ -77,7 +77,7 @@ def check_model_with_records(inputs: TrainerInputs) -> None:
     Capture(model)
     if inputs.train_dataset is not None:
         kind = RecordLosses(model, inputs.per_example_loss_func or "auto").kind  # an unknown head is found here
-        refuse_malformed(inputs.train_dataset, Limits.of(model, kind), form=None)
+        refuse_malformed(inputs.train_dataset, Limits.of(model, kind))
 
 
 def check_model_given(inputs: TrainerInputs) -> None:
