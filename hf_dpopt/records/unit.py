@@ -34,6 +34,7 @@ PEOPLE = re.compile(  # user, userId, author_name, Patient ID, customer_no ..
     r"[ _-]?(id|ids|uuid|key|no|nr|num|number|name|hash)?",
     re.IGNORECASE,
 )
+PLAIN = (int, str, bytes)
 NUMBERS = ("id", "idx", "guid")  # may start anew where datasets are joined, so only neighbours are compared
 
 
@@ -124,7 +125,7 @@ def recognise(dataset: Any, *, model: Any = None, padding_id: int | None = None)
     runs = _sample(dataset)
     if seen := _seen_in_ids(runs) or _seen_in_overlaps(runs, padding_id):
         return Unlike("windows", seen)
-    if any(len(row) > 1 for row in _chain(_arrays(runs, "seq_lengths"))):
+    if any(len(row) > 1 for row in _chain(_column(runs, "seq_lengths"))):
         return Unlike("blocks", "their column seq_lengths counts several texts in a row")
     seen = _seen_in_lengths(runs, model, padding_id)
     return Unlike("blocks", seen) if seen else None
@@ -174,16 +175,10 @@ def _has(runs: list[Run], name: str) -> bool:
     return all(name in run for run in runs)
 
 
-def _arrays(runs: list[Run], name: str) -> list[list[np.ndarray]]:
-    """The lists of numbers in a column, run by run; nothing if it holds anything else."""
+def _column(runs: list[Run], name: str, kinds: type | tuple[type, ...] = np.ndarray) -> list[list[Any]]:
+    """The values in a column, run by run; nothing if one is missing or of another kind."""
     columns = [run.get(name, [None]) for run in runs]
-    return columns if all(isinstance(value, np.ndarray) for value in _chain(columns)) else []
-
-
-def _scalars(runs: list[Run], name: str) -> list[list[Any]]:
-    """The plain values in a column, run by run; nothing if it holds lists or missing values."""
-    columns = [run.get(name, [None]) for run in runs]
-    return columns if all(isinstance(value, (int, str, bytes)) for value in _chain(columns)) else []
+    return columns if all(isinstance(value, kinds) for value in _chain(columns)) else []
 
 
 _chain = itertools.chain.from_iterable
@@ -194,10 +189,10 @@ _chain = itertools.chain.from_iterable
 
 def _seen_in_ids(runs: list[Run]) -> str | None:
     for name in (*MAPPINGS, *NUMBERS):
-        if any(a == b for values in _scalars(runs, name) for a, b in itertools.pairwise(values)):
+        if any(a == b for values in _column(runs, name, PLAIN) for a, b in itertools.pairwise(values)):
             return f"neighbouring rows have the same {name}"
     for name in EXAMPLES:
-        values = list(_chain(_scalars(runs, name)))
+        values = list(_chain(_column(runs, name, PLAIN)))
         if len(set(values)) < len(values):
             return f"rows share an {name}"
     return None
@@ -205,7 +200,7 @@ def _seen_in_ids(runs: list[Run]) -> str | None:
 
 def _seen_in_overlaps(runs: list[Run], padding_id: int | None) -> str | None:
     """Pairs of a row that is cut at the full length and the row behind it, both without padding."""
-    all_ids, masks = _arrays(runs, "input_ids"), _arrays(runs, "attention_mask")
+    all_ids, masks = _column(runs, "input_ids"), _column(runs, "attention_mask")
     texts = [_cut_padding(ids, masks[i] if masks else None, padding_id) for i, ids in enumerate(all_ids)]
     longest = max(map(len, _chain(texts)), default=0)
     pairs = (pair for run in texts for pair in itertools.pairwise(run) if len(pair[0]) == longest)
@@ -250,13 +245,13 @@ def _continues(a: np.ndarray, b: np.ndarray, start: int) -> bool:
 
 
 def _seen_in_lengths(runs: list[Run], model: Any, padding_id: int | None) -> str | None:
-    rows = list(_chain(_arrays(runs, "input_ids")))
+    rows = list(_chain(_column(runs, "input_ids")))
     longest = max(map(len, rows), default=0)
     if len(rows) < 2 or longest < SHORTEST_BLOCK or not _learns_every_token(runs, rows, model):
         return None
     full = [ids for ids in rows if len(ids) == longest]
     most = max(MOST_REMAINDERS * len(rows), int(len(rows) >= 10))
-    masks = list(_chain(_arrays(runs, "attention_mask")))
+    masks = list(_chain(_column(runs, "attention_mask")))
     if len(rows) - len(full) > most or _is_padded(masks, full, padding_id) or _begin_alike(full):
         return None
     learned = "their labels are their tokens" if _has(runs, "labels") else "every token may be learned"
@@ -267,7 +262,7 @@ def _learns_every_token(runs: list[Run], rows: list[np.ndarray], model: Any) -> 
     if any(_has(runs, name) for name in PROMPTED):
         return False
     if _has(runs, "labels"):
-        labels = list(_chain(_arrays(runs, "labels")))
+        labels = list(_chain(_column(runs, "labels")))
         return len(labels) == len(rows) and all(map(np.array_equal, rows, labels))
     if any(_has(runs, name) for name in ANSWERS):
         return False

@@ -144,7 +144,7 @@ def _origin(folder: Path, manifest: Manifest | None, ledger: Ledger | None) -> I
         return
     if FOLDER_NAME.fullmatch(folder.name) and manifest.step != step_of(folder):
         yield f"its {MANIFEST} is that of step {manifest.step}"
-    if (folder / STATE).is_file() and _step_in(folder / STATE) != manifest.step:
+    if (folder / STATE).is_file() and _read_json(folder / STATE, lambda read: read["global_step"]) != manifest.step:
         yield f"its {STATE} is not that of step {manifest.step}"
     if ledger is not None:
         chain = ledger.chain(manifest.chain)
@@ -161,7 +161,7 @@ def _differences(folder: Path, manifest: Manifest | None, needed: Iterable[str])
         path = folder / name
         if not path.is_file():
             yield f"{name} is not a regular file"
-        elif name.endswith(".index.json") and not all(map(is_file_name, _names_in(path))):
+        elif name.endswith(".index.json") and not _read_json(path, _names_files):
             yield f"{name} names files outside of its folder"
         elif name in listed and not _is_as_listed(path, listed[name]):
             yield f"{name} is not what was saved"
@@ -262,16 +262,9 @@ def _files(folder: Path) -> Iterator[str]:
         yield from (Path(parent, name).relative_to(folder).as_posix() for name in files + links)
 
 
-def _step_in(state: Path) -> int | None:
-    """Step in a state of the Trainer; None if there is none."""
-    step = _read_json(state, lambda read: read["global_step"])
-    return step if type(step) is int else None
-
-
-def _names_in(index: Path) -> list[Any]:
-    """Names of the files that an index of weights distributes them to."""
-    names = _read_json(index, lambda read: list(read["weight_map"].values()))
-    return [None] if names is None else names
+def _names_files(index: Any) -> bool:
+    """Whether an index of weights names files of its own folder alone."""
+    return all(map(is_file_name, index["weight_map"].values()))
 
 
 def _read_json(path: Path, read: Callable[[Any], Any]) -> Any:
