@@ -28,7 +28,6 @@ Batch = dict[str, Any]
 Collator = Callable[[list[Any]], Any]
 
 TARGETS = ("labels", "decoder_input_ids", "decoder_attention_mask")
-DECLARED = {"labels": IGNORED, "attention_mask": 0, "decoder_attention_mask": 0}  # what stands for padding in a column
 
 # Read line by line: what each makes of a record does not depend on the others, up to padding and fresh draws. Exact
 # classes only, for a subclass may do more.

@@ -16,7 +16,7 @@ import torch
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.randomness.framework import keep_generators
-from hf_dpopt.records.collation import DECLARED, Batch, Collation, check_rows, is_known, length_of, row_of
+from hf_dpopt.records.collation import Batch, Collation, check_rows, is_known, length_of, row_of
 from hf_dpopt.records.positions import num_entries
 
 FIX = (
@@ -123,33 +123,25 @@ def _compare(collation: Collation, a: Any, b: Any) -> None:
         ) from error
     _refuse_unusual(together)
     check_rows(together, 2)
-    if "attention_mask" not in together and length_of(a) != length_of(b) and collation.sees_batches:
-        raise DPConfigError(
-            "Records of different lengths were padded, and the batch has no attention_mask: a record's gradient would "
-            "depend on how long the others are. Use a collator that adds the mask (DataCollatorWithPadding), or pad "
-            "every record to one length before training."
-        )
-    if is_known(collation.collate) and not collation.sees_batches:
-        return  # what it takes from the first record of a batch reaches no other one
+    rows = [collation.row(record) for record in (a, b)]
+    if is_known(collation.collate):
+        outside = collation.limits.first_outside(together) if collation.sees_batches else ""
+        if outside and not any(collation.limits.failing(row).any() for row in rows):
+            raise DPConfigError(
+                "Every record that is padded would be left out of its step, for the padding token or the width does "
+                f"not fit the model: {outside}"
+            )
+        return
     drawn = {key for key in together if not _same(together[key], again[key])}
-    fits_alone = True
-    for place, record in enumerate((a, b)):
-        alone = collation.row(record)
+    for place, alone in enumerate(rows):
         # decoder inputs are labels that were padded and then shifted; the labels are compared
         derived = {"decoder_input_ids"} if "labels" in alone else set()
         for key in (together.keys() | alone.keys()) - drawn - derived:
-            filler = DECLARED.get(key) if collation.sees_batches else None  # of others, rows are padded in `join_rows`
-            if key not in alone or key not in together or not _is_row(together[key], alone[key], place, filler):
+            if key not in alone or key not in together or not _is_row(together[key], alone[key], place):
                 raise DPConfigError(
                     f"The collator mixes records: {key!r} of a training record is another one beside a second record "
                     f"than alone. {FIX}"
                 )
-        fits_alone = fits_alone and not collation.limits.failing(alone).any()
-    if fits_alone and collation.sees_batches and (outside := collation.limits.first_outside(together)):
-        raise DPConfigError(
-            f"Every record that is padded would be left out of its step, for the padding token or the width does not "
-            f"fit the model: {outside}"
-        )
 
 
 def _refuse_unusual(batch: Batch) -> None:
@@ -177,8 +169,8 @@ def _same(x: Any, y: Any) -> bool:
     return type(x) is type(y) and repr(x) == repr(y)
 
 
-def _is_row(together: Any, alone: Any, place: int, filler: int | None) -> bool:
-    """Whether a row of two is the row of one, padded before or behind it with `filler` (None: with any one value)."""
+def _is_row(together: Any, alone: Any, place: int) -> bool:
+    """Whether a row of two is the row of one, padded before or behind it with one value."""
     if not isinstance(together, torch.Tensor) or not isinstance(alone, torch.Tensor):
         return type(together) is type(alone)
     if together.dim() == 0 or alone.dim() == 0:
@@ -191,7 +183,7 @@ def _is_row(together: Any, alone: Any, place: int, filler: int | None) -> bool:
         return _same(row, own)
     missing, behind = row.size(unlike[0]) - own.size(unlike[0]), (0, 0) * (row.dim() - 1 - unlike[0])
     for end, sides in ((0, (missing, 0)), (-1, (0, missing))):
-        value = row.flatten()[end].item()
-        if filler in (None, value) and _same(row, torch.nn.functional.pad(own, (*behind, *sides), value=value)):
+        padded = torch.nn.functional.pad(own, (*behind, *sides), value=row.flatten()[end].item())
+        if _same(row, padded):
             return True
     return False
