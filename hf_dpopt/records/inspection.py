@@ -17,6 +17,7 @@ from hf_dpopt.records.rows import is_stored, read_one, spread
 
 SAMPLED = 64  # records of a dataset that makes them when they are asked for
 STORED_ROWS = 10_000  # read at a time
+KINDS = {"b": "integers", "i": "integers", "u": "integers", "f": "floats", "U": "text"}  # of numpy
 
 FIX = (
     "Correct such records or leave them out before training: a run that stopped when it met one would tell that it "
@@ -99,13 +100,28 @@ def _unlike(row: Any, kinds: Mapping[str, str]) -> str:
 
 
 def _kind(value: Any) -> str:
-    """Kind and depth of the first number or string of a value, in words; empty if there is none."""
+    """Kind and depth of numbers or strings, in words; empty for objects and for a list without elements.
+
+    Of single numbers, integers stand for floats: labels to be predicted may be written so.
+    """
     depth = 0
-    while isinstance(value, (list, tuple)) and value:
+    while isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple)):
         value, depth = value[0], depth + 1
-    array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
-    kind = {"b": "numbers", "i": "numbers", "u": "numbers", "f": "numbers", "U": "text"}.get(array.dtype.kind, "")
-    return f"{kind} in lists of depth {depth + array.ndim}" if kind and array.size else ""
+    array = _as_array(value)
+    if array is None:
+        return ""
+    kind, depth = KINDS.get(array.dtype.kind, ""), depth + array.ndim
+    if not kind or not array.size:
+        return ""
+    return f"{kind} in lists of depth {depth}" if depth else "text" if kind == "text" else "a number"
+
+
+def _as_array(value: Any) -> np.ndarray | None:
+    """A value as an array; None for lists of unlike lengths, whose parts a collator pads."""
+    try:
+        return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+    except (ValueError, OverflowError):
+        return None
 
 
 def _wrong_value(value: Any, column: str, limits: Limits, *, has_nulls: bool) -> str:
@@ -117,10 +133,9 @@ def _wrong_value(value: Any, column: str, limits: Limits, *, has_nulls: bool) ->
         limits: what the model can look up.
         has_nulls: whether None in a list is a missing value; else nobody may read the column.
     """
-    try:
-        array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
-    except (ValueError, OverflowError):
-        return ""  # lists of unlike lengths, whose parts a collator pads
+    array = _as_array(value)
+    if array is None:
+        return ""
     values = array.ravel()
     if has_nulls and array.ndim and values.dtype == object and any(x is None for x in values):
         return f"{column!r} holds a missing value (null)."

@@ -15,7 +15,7 @@ from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.common.sharding import give_back
 from hf_dpopt.randomness.framework import keep_generators
 from hf_dpopt.records.collation import row_of
-from hf_dpopt.records.losses import RecordLosses, base_model
+from hf_dpopt.records.losses import RecordLosses, base_model, problem_type
 from hf_dpopt.records.rows import is_stored
 from hf_dpopt.records.settings import settings
 from hf_dpopt.self_check.comparisons import (
@@ -44,6 +44,7 @@ from hf_dpopt.self_check.made_up import Columns
 OPTIONS = re.compile(r"layer_?drop|drop_?path|jitter|stochastic|spec_augment|mask_(time|feature)_prob|^survival")
 FORCED: tuple[float | int, ...] = (LOW, HIGH, *range(1, 9))  # quantiles, so that rare events happen, and other seeds
 MAX_NAMED = 5
+PREDICTS_NUMBERS = ("regression", "multi_label_classification")  # of which integers are a way to write them
 LOSS_TOLERANCE = 1e-5  # the logits are the same; transformers rounds what follows to float32
 IN_SHARDS = (
     "the model lies in shards, so it was checked without dropout, and not searched for draws that records share"
@@ -54,12 +55,14 @@ def _check_is_the_models_own_loss(losses: RecordLosses, row: Batch, tolerance: f
     """Refuse heads whose loss differs from what their name says: labels that are not shifted, further terms."""
     if losses.kind == "custom":
         return
-    config = base_model(losses.model).config
-    problem_type = getattr(config, "problem_type", None)  # the model writes what it infers into its config
+    config, labels = base_model(losses.model).config, row.get("labels")
+    before = getattr(config, "problem_type", None)  # the model writes what it infers into its config
+    if losses.kind == "ForSequenceClassification" and problem_type(losses.model, labels) in PREDICTS_NUMBERS:
+        row = {**row, "labels": labels.to(next(losses.model.parameters()).dtype)}
     with torch.no_grad(), in_mode(losses.model, training=False):  # two forwards: without dropout
         own = losses.model(**row, return_dict=True).loss
         ours = RecordLosses(losses.model)(row)[0]  # label smoothing is the Trainer's, not the model's
-    config.problem_type = problem_type
+    config.problem_type = before
     allowed = NARROW_TOLERANCE if tolerance == NARROW_TOLERANCE else LOSS_TOLERANCE
     if own is not None and own.isfinite() and (own - ours).abs() > allowed * own.abs().clamp(min=1):
         raise DPConfigError(

@@ -344,6 +344,8 @@ PASSES: dict[str, Case] = {
         start_positions=torch.tensor([1, 2]), end_positions=torch.tensor([3, 4]))}),
     "regression": (_regression, {"like": lambda m: _tokens(labels=torch.rand(2))}),
     "regression, column of labels": (_regression, {"like": lambda m: _tokens(labels=torch.rand(2, 1))}),
+    "several labels, written as integers": (
+        lambda: bert(num_labels=3, problem_type="multi_label_classification"), {"like": lambda m: _tokens(labels=torch.ones(2, 3).long())}),
     "more labels than tokens": (lambda: bert(num_labels=40), {"like": lambda m: _tokens(labels=torch.ones(2, 40))}),
     "seq2seq": (models.t5, {"like": lambda m: _tokens(labels=torch.ones(2, 5).long())}),
     "seq2seq with decoder inputs": (models.t5, {"like": lambda m: _tokens(
