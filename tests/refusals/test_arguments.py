@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers as tf
 from accelerate.utils import DistributedType, DynamoBackend
-from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from hf_dpopt import DPConfigError, DPTrainer, UnsupportedModuleError
 from hf_dpopt.huggingface.refusals.training_arguments import check_accelerator
@@ -148,6 +148,7 @@ ACCELERATORS: dict[str, tuple[dict[str, Any], str]] = {
         "The launcher started 1 processes .torch.distributed., and the Trainer knows 2.*Start with torchrun",
     ),
     "fsdp 1": ({"mode": "FSDP", "state": _fsdp(fsdp_version=1)}, "version 1 flattens.*Set --fsdp_version 2"),
+    "offload": ({"mode": "FSDP", "state": _fsdp(cpu_offload=CPUOffloadPolicy())}, "Set --fsdp_offload_params false"),
     "fsdp checkpointing": ({"mode": "FSDP", "state": _fsdp(activation_checkpointing=True)}, "Use --gradient_check"),
     "deepspeed": ({"mode": "DEEPSPEED"}, "mode DEEPSPEED.*choose plain multi-GPU, FSDP with version 2"),
     "megatron": ({"mode": "MEGATRON_LM"}, "mode MEGATRON_LM.*choose plain multi-GPU"),

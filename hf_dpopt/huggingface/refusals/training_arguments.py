@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import TrainingArguments
 
 from hf_dpopt.common import collectives
@@ -165,6 +166,11 @@ def check_accelerator(accelerator: Any) -> Iterator[Refusal]:
         2 if plugin is None else plugin.fsdp_version,
         getattr(accelerator, "parallelism_config", None),
         str(getattr(backend, "value", backend)),
+    )
+    yield (
+        plugin is not None and isinstance(plugin.cpu_offload, CPUOffloadPolicy),  # its shards cannot be looked at
+        "FSDP's CPU offload keeps shards where gradients do not come, which is not supported yet. Set "
+        "--fsdp_offload_params false.",
     )
     yield (
         plugin is not None and bool(plugin.activation_checkpointing),
