@@ -42,7 +42,6 @@ class NoiseMechanism:
         strategy_sensitivity: sensitivity of C, for the planned run and its sampler; unitless, > 0.
         num_steps: steps the strategy was made for.
         backend: how the noise of earlier steps is kept; see `NoiseStrategy.stream`.
-        offload: keep the noise in the host's memory.
 
     Raises:
         DPConfigError: for noise that is absent, or numbers out of range.
@@ -56,7 +55,6 @@ class NoiseMechanism:
     strategy_sensitivity: float
     num_steps: int
     backend: str = "auto"
-    offload: bool = False
 
     def __post_init__(self) -> None:
         check_noise_multiplier(self.noise_multiplier)
@@ -100,7 +98,6 @@ class NoiseMechanism:
             num_steps=steps,
             first_step=first_step,
             backend=self.backend,
-            offload=self.offload,
         )
 
 

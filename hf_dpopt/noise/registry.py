@@ -19,7 +19,6 @@ from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.noise.workloads import Workload
 
 MAX_TUNED_STEPS = 10**5  # tuning looks at every step many times: half a minute for these
-STREAM_OPTIONS: dict[str, Any] = {"backend": "auto", "offload": False}  # how the noise is kept
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,11 +69,6 @@ class Mechanism:
     def options(self) -> tuple[str, ...]:
         """Names of the options that are its own."""
         return tuple(inspect.signature(self.tune).parameters)[1:]
-
-    @property
-    def stream_options(self) -> tuple[str, ...]:
-        """Names of the options that say how its noise is kept; none for noise that keeps nothing."""
-        return () if self.is_independent else tuple(STREAM_OPTIONS)
 
 
 INDEPENDENT = "gaussian"  # the mechanism of DP-SGD, and what other noise is compared with
@@ -131,7 +125,7 @@ def make_strategy(
     if unknown:
         raise DPConfigError(
             f"`noise_kwargs` has {', '.join(unknown)}, which noise_mechanism={name!r} does not know. It takes: "
-            f"{', '.join((*mechanism.options, *mechanism.stream_options)) or 'nothing'}."
+            f"{', '.join((*mechanism.options, *([] if mechanism.is_independent else ['backend']))) or 'nothing'}."
         )
     if restart_every is None:
         return _tune(mechanism, setting, options)

@@ -138,7 +138,6 @@ class NoiseStrategy(abc.ABC):
         num_steps: int,
         first_step: int = 0,
         backend: str = "auto",
-        offload: bool = False,
     ) -> NoiseStream:
         """Noise of one run, step by step.
 
@@ -149,8 +148,6 @@ class NoiseStrategy(abc.ABC):
             first_step: step under which the trainer asks for the first.
             backend: "auto": buffers, a ring or a stack where the strategy has them; "history" keeps all draws that
                 later steps use, "regenerate" none. The noise is the same, rounding aside.
-            offload: keep and compute the noise in the host's memory, and copy what is added to the device once a step.
-                The noise is the same, rounding aside.
 
         Raises:
             DPConfigError: for an unknown backend, counts below 1, or noise that outgrows float32.
@@ -159,9 +156,7 @@ class NoiseStrategy(abc.ABC):
             raise DPConfigError(f"backend={backend!r} is unknown. Use one of {', '.join(BACKENDS)}.")
         check_count("num_steps", num_steps)
         self.check_row_norms(num_steps)
-        common = {
-            "scale": scale, "num_steps": num_steps, "first_step": first_step, "offload": bool(offload),
-        }  # fmt: skip
+        common = {"scale": scale, "num_steps": num_steps, "first_step": first_step}
         return self._make_stream(source, backend, common)
 
     def _make_stream(self, source: NoiseSource, backend: str, common: dict[str, Any]) -> NoiseStream:

@@ -69,7 +69,6 @@ class CorrelatedStream(NoiseStream):
         scale: stddev of a coordinate of ``scale * Z``, absolute, in gradient units.
         num_steps: steps it is made for.
         first_step: step under which the trainer asks for t = 0.
-        offload: keep and compute the noise in the host's memory, and copy what is added to the device once a step.
 
     Raises:
         DPConfigError: for a scale that is not a finite number > 0.
@@ -82,13 +81,11 @@ class CorrelatedStream(NoiseStream):
         scale: float,
         num_steps: int,
         first_step: int = 0,
-        offload: bool = False,
     ):
         if not (math.isfinite(scale) and scale > 0):
             raise DPConfigError(f"scale={scale} is not a finite number > 0: noise stddev times clipping norm.")
         self.scale = self.draw_stddev = scale
         self._source, self._first_step, self._num_steps = source, first_step, num_steps
-        self._offload = offload
         self.num_steps = 0  # whose noise was added
         self._to_replay = 0  # steps to draw again from the key before the next one
         self._shapes: dict[str, torch.Size] | None = None
@@ -123,12 +120,9 @@ class CorrelatedStream(NoiseStream):
         if any(total.dtype != torch.float32 for total in sums.values()):
             raise DPConfigError("Noise is added to float32 sums: what is rounded before it is noised is not covered.")
         for tensor, name in enumerate(sorted(sums)):
-            total = sums[name] if not self._offload else self._on_host(sums[name])
             if self._to_replay:
-                self._replay(total, name, tensor, self._to_replay)
-            self._add_to(total, name, tensor, t)
-            if self._offload:
-                sums[name].add_(total.to(sums[name].device, non_blocking=True))
+                self._replay(sums[name], name, tensor, self._to_replay)
+            self._add_to(sums[name], name, tensor, t)
         self._shapes, self._to_replay, self.num_steps = shapes, 0, t + 1
 
     @abc.abstractmethod
@@ -140,11 +134,6 @@ class CorrelatedStream(NoiseStream):
         unused = torch.zeros_like(like)
         for t in range(num_steps):
             self._add_to(unused, name, tensor, t)
-
-    @staticmethod
-    def _on_host(total: torch.Tensor) -> torch.Tensor:
-        """Zeros of that shape; pinned where a copy to a GPU would wait for pageable memory."""
-        return torch.zeros(total.shape, dtype=torch.float32, pin_memory=total.is_cuda)
 
     def _normal(self, total: torch.Tensor, tensor: int, row: int) -> torch.Tensor:
         return self._source.normal(total.shape, step=row, tensor=tensor, device=total.device)

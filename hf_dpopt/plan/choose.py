@@ -251,7 +251,7 @@ class _Choice:
             config = _restarted(config, self.changes.every)
         mechanism, options = MECHANISMS[config.noise_mechanism], config.mechanism_options
         if mechanism.is_independent and options != config.noise_kwargs:
-            raise DPConfigError("Independent noise keeps nothing: leave backend and offload out of noise_kwargs.")
+            raise DPConfigError("Independent noise keeps nothing: leave backend out of noise_kwargs.")
         kept = self._kept_strategy(config)
         adjacency: Any = sampler.adjacencies[0] if config.adjacency == "auto" else config.adjacency
         if sampler.has_groups and mechanism.num_bands_of is not None:
@@ -288,7 +288,7 @@ class _Choice:
             num_steps=int(self.num_steps),
             participation=sampler.participation(self.num_steps),
             workload=self.workload,
-            backend=config.stream_options["backend"],
+            backend=config.noise_backend,
         )
         return make_strategy(config.noise_mechanism, setting, options, restart_every=config.noise_restart_every)
 

@@ -22,7 +22,6 @@ from hf_dpopt.common.checks import (
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.common.errors import PrivacyWarning as PrivacyWarning
 from hf_dpopt.noise import MECHANISMS
-from hf_dpopt.noise.registry import STREAM_OPTIONS
 from hf_dpopt.plan.local_training import LocalTraining
 from hf_dpopt.plan.options import (
     OPTIONS,
@@ -119,12 +118,12 @@ class PrivacyConfig:
     @property
     def mechanism_options(self) -> dict[str, Any]:
         """Options of the noise mechanism itself, out of `noise_kwargs`."""
-        return {name: value for name, value in self.noise_kwargs.items() if name not in STREAM_OPTIONS}
+        return {name: value for name, value in self.noise_kwargs.items() if name != "backend"}
 
     @property
-    def stream_options(self) -> dict[str, Any]:
-        """Options of how the noise is kept between steps: `backend` and `offload` of a stream."""
-        return {name: self.noise_kwargs.get(name, default) for name, default in STREAM_OPTIONS.items()}
+    def noise_backend(self) -> str:
+        """Backend that keeps the noise of earlier steps; see `NoiseStrategy.stream`."""
+        return str(self.noise_kwargs.get("backend", "auto"))
 
     def _check_noise(self) -> None:
         if (self.target_epsilon is None) == (self.noise_multiplier is None):

@@ -101,7 +101,7 @@ class PrivacyPlan:
             strategy=self.strategy,
             strategy_sensitivity=self.release.sensitivity,
             num_steps=self.noise_steps,
-            **self.config.stream_options,
+            backend=self.config.noise_backend,
         )
 
     @property
@@ -139,7 +139,7 @@ class PrivacyPlan:
     @property
     def cost(self) -> StreamCost:
         """Cost of the noise of a step, per trained coordinate."""
-        return self.strategy.cost(self.noise_steps, backend=self.config.stream_options["backend"])
+        return self.strategy.cost(self.noise_steps, backend=self.config.noise_backend)
 
     # --- what is protected -------------------------------------------------------------------------------------------
 

@@ -528,20 +528,20 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "correlated noise begun anew halfway, uncharged",
         "hf_dpopt/noise/streams.py",
-        "        for tensor, name in enumerate(sorted(sums)):\n            total = sums[name] if not",
+        "        for tensor, name in enumerate(sorted(sums)):\n            if self._to_replay",
         "        if t == 8:\n"
         "            for name, value in vars(self).items():\n"
         "                if isinstance(value, dict) and name != '_shapes':\n"
         "                    setattr(self, name, type(value)())\n"
-        "        for tensor, name in enumerate(sorted(sums)):\n            total = sums[name] if not",
+        "        for tensor, name in enumerate(sorted(sums)):\n            if self._to_replay",
         finding=TIME,
         settings=NU,
     ),
     Fault(
         "correlation forgotten: independent noise",
         "hf_dpopt/noise/streams.py",
-        "            self._add_to(total, name, tensor, t)\n            if",
-        "            total.add_(self._normal(total, tensor, t), alpha=self.scale)\n            if",
+        "            self._add_to(sums[name], name, tensor, t)\n        self._shapes",
+        "            sums[name].add_(self._normal(sums[name], tensor, t), alpha=self.scale)\n        self._shapes",
         finding=TIME,
         settings=NU,
     ),

@@ -29,10 +29,9 @@ BACKENDS = {
     "auto": {},
     "history": {"backend": "history"},
     "regenerate": {"backend": "regenerate"},
-    "offloaded": {"offload": True},
 }
 CASES = [(name, backend) for name in STREAMS for backend in BACKENDS]
-CASES += [(name, backend) for name in TREES for backend in ("auto", "offloaded")]
+CASES += [(name, "auto") for name in TREES]
 
 
 def _source():
