@@ -17,11 +17,9 @@ from hf_dpopt.optim.noise_aware import (
 )
 from hf_dpopt.postprocess import Filter, NoiseLevel
 
-State = dict[str, Any]
-
 
 class SquareRootOptimizer(NoiseAwareOptimizer):
-    """Base of the two: ``w -= step_size g_t / (sqrt(s_t) + eps)``, s_t an accumulation of ``g_t^2``.
+    """Base of the two: ``w -= lr g_t / (sqrt(s_t) + eps)`` with ``s_t = decay s_{t-1} + share g_t^2``.
 
     ``g_t`` is the released gradient plus ``weight_decay w``; a filter replaces the released gradient in the numerator.
     With `unbiased` the root is that of ``max(s_t - n_t, floor)``, n_t the same accumulation of the noise's variance.
@@ -31,31 +29,28 @@ class SquareRootOptimizer(NoiseAwareOptimizer):
         return group["unbiased"]
 
     @abc.abstractmethod
-    def _accumulate(self, group: Group, states: list[State], grads: Tensors) -> Tensors:
-        """Take the squares of a step into the states, whose "step" counts it; return s_t, not copied."""
-
-    @abc.abstractmethod
-    def _noise(self, group: Group, state: State, variance: float) -> tuple[float, float]:
-        """Take the variance of the noise in a step into a state; return n_t and the decay of the accumulation."""
+    def _decay(self, group: Group) -> tuple[float, float]:
+        """Decay of the accumulation, and share of a step in it."""
 
     def _update(
         self, group: Group, params: Tensors, grads: Tensors, filtered: Tensors | None, variance: float
     ) -> None:
-        states = [self.state[p] for p in params]
-        for state in states:
-            state["step"] = state.get("step", 0) + 1
+        states, (decay, share) = [self.state[p] for p in params], self._decay(group)
         numerators = grads if filtered is None else filtered
         if group["weight_decay"] != 0:
             numerators = list(torch._foreach_add(numerators, params, alpha=group["weight_decay"]))
             grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
-        squares = self._accumulate(group, states, grads)
+        for state, g in zip(states, grads, strict=True):
+            if "step" not in state:
+                state.update(step=0, squares=torch.zeros_like(g), noise=0.0)
+            state["step"] += 1
+            state["noise"] = decay * state["noise"] + share * variance
+        squares = [state["squares"] for state in states]
+        torch._foreach_mul_(squares, decay)
+        torch._foreach_addcmul_(squares, grads, grads, value=share)
         if group["unbiased"]:
-            noise, floors = [], []
-            for state in states:
-                level, decay = self._noise(group, state, variance)
-                noise.append(level)
-                floor = group["variance_floor"]
-                floors.append(level * relative_error(decay, state["step"]) if floor is None else floor)
+            noise, floor = [state["noise"] for state in states], group["variance_floor"]
+            floors = [s["noise"] * relative_error(decay, s["step"]) if floor is None else floor for s in states]
             roots = root_without_noise(squares, noise, floors)
         else:
             roots = list(torch._foreach_sqrt(squares))
@@ -110,19 +105,8 @@ class DPRMSProp(SquareRootOptimizer):
         super()._check(group)
         check_range("alpha", group["alpha"], 0, 1)
 
-    def _accumulate(self, group: Group, states: list[State], grads: Tensors) -> Tensors:
-        for state, g in zip(states, grads, strict=True):
-            if "square_avg" not in state:
-                state["square_avg"] = torch.zeros_like(g)
-        squares = [state["square_avg"] for state in states]
-        torch._foreach_mul_(squares, group["alpha"])
-        torch._foreach_addcmul_(squares, grads, grads, value=1 - group["alpha"])
-        return squares
-
-    def _noise(self, group: Group, state: State, variance: float) -> tuple[float, float]:
-        alpha = group["alpha"]
-        state["noise_avg_sq"] = alpha * state.get("noise_avg_sq", 0.0) + (1 - alpha) * variance
-        return state["noise_avg_sq"], alpha
+    def _decay(self, group: Group) -> tuple[float, float]:
+        return group["alpha"], 1 - group["alpha"]
 
 
 class DPAdaGrad(SquareRootOptimizer):
@@ -164,14 +148,5 @@ class DPAdaGrad(SquareRootOptimizer):
         defaults = dict(lr=lr, eps=eps, weight_decay=weight_decay, unbiased=unbiased, variance_floor=variance_floor)
         super().__init__(params, defaults, noise=noise, filter=filter)
 
-    def _accumulate(self, group: Group, states: list[State], grads: Tensors) -> Tensors:
-        for state, g in zip(states, grads, strict=True):
-            if "sum" not in state:
-                state["sum"] = torch.zeros_like(g)
-        sums = [state["sum"] for state in states]
-        torch._foreach_addcmul_(sums, grads, grads, value=1)
-        return sums
-
-    def _noise(self, group: Group, state: State, variance: float) -> tuple[float, float]:
-        state["noise_sum"] = state.get("noise_sum", 0.0) + variance
-        return state["noise_sum"], 1.0
+    def _decay(self, group: Group) -> tuple[float, float]:
+        return 1.0, 1.0
