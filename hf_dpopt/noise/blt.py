@@ -17,7 +17,7 @@ from scipy.special import expit
 
 from hf_dpopt.common.checks import check_at_most, check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.objective import Error, ErrorAndSlope, descend, squared_error, squared_sensitivity
+from hf_dpopt.noise.objective import ErrorAndSlope, descend, squared_error, squared_sensitivity
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.registry import Setting, register
 from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy
@@ -154,14 +154,9 @@ def check_num_buffers(num_buffers: Any) -> None:
 
 
 def optimize_blt(
-    n: int,
-    participation: Participation,
-    num_buffers: int = 3,
-    *,
-    error: Error = "mean",
-    workload: Workload | None = None,
+    n: int, participation: Participation, num_buffers: int = 3, *, workload: Workload | None = None
 ) -> BufferedLinearToeplitz:
-    """The buffers with the least error, over interlaced poles and zeros.
+    """The buffers with the least mean error, over interlaced poles and zeros.
 
     L-BFGS over a parametrisation in which every point is interlaced, from several starts; with m buffers also from the
     optimum of m - 1, one of whose pairs is split.
@@ -170,7 +165,6 @@ def optimize_blt(
         n: steps.
         participation: k and b.
         num_buffers: m >= 1; more than 4 hardly ever help.
-        error: "mean" or "max" over the iterates.
         workload: linear map of n steps; None for prefix sums. A schedule takes n^2 numbers of memory.
 
     References:
@@ -178,7 +172,7 @@ def optimize_blt(
     """
     check_num_buffers(num_buffers)
     participation.check(n)
-    objective = _BltObjective(n, participation, squared_error(n, workload, error))
+    objective = _BltObjective(n, participation, squared_error(n, workload))
     best = np.empty(0)
     for m in range(1, num_buffers + 1):
         starts = [_from_times(np.log(n) * np.linspace(1, 0.15, m + 1)[:-1] + shift) for shift in (0.0, -1.0)]
@@ -306,7 +300,6 @@ def fit_blt(nu: float, num_buffers: int = 6, *, num_steps: int | None = None) ->
 def tune_blt(
     setting: Setting,
     num_buffers: int = 3,
-    error: str = "mean",
     poles: Sequence[float] | None = None,
     zeros: Sequence[float] | None = None,
 ) -> NoiseStrategy:
@@ -315,13 +308,8 @@ def tune_blt(
     Args:
         setting: the run.
         num_buffers: m >= 1.
-        error: "mean" or "max" over the iterates.
         poles, zeros: decays of C and of its inverse, (m,), not to be tuned.
     """
-    if error not in ("mean", "max"):
-        raise DPConfigError(f"error={error!r} is unknown. Use 'mean' or 'max'.")
     if poles is not None or zeros is not None:
         return BufferedLinearToeplitz(tuple(poles or ()), tuple(zeros or ()))
-    return optimize_blt(
-        setting.num_steps, setting.participation, num_buffers, error=error, workload=setting.workload  # type: ignore[arg-type]
-    )  # fmt: skip
+    return optimize_blt(setting.num_steps, setting.participation, num_buffers, workload=setting.workload)

@@ -6,33 +6,32 @@ n = steps, c = coefficients of C, beta = those of B.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from scipy.optimize import minimize, minimize_scalar
-from scipy.signal import correlate, fftconvolve
+from scipy.signal import fftconvolve
 
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy
-from hf_dpopt.noise.workloads import Workload, scheduled_error_form, scheduled_errors
+from hf_dpopt.noise.workloads import Workload, scheduled_error_form
 
-Error = Literal["mean", "max"]
 Damped = TypeVar("Damped", bound=NoiseStrategy)
 ErrorAndSlope = Callable[[np.ndarray], tuple[float, np.ndarray]]
 
 
-def squared_error(n: int, workload: Workload | None, error: Error = "mean") -> ErrorAndSlope:
-    """Mean or largest square error of the iterates and its gradient, (n,), as a function of beta, (n,).
+def squared_error(n: int, workload: Workload | None) -> ErrorAndSlope:
+    """Mean square error of the iterates and its gradient, (n,), as a function of beta, (n,).
 
-    A Toeplitz workload costs O(n log n) for each beta; one with a schedule O(n^2), and O(n^2) memory for the mean.
+    A Toeplitz workload costs O(n log n) for each beta; one with a schedule O(n^2), in time and memory.
     """
     if workload is not None:
         workload.check(n)
     if workload is not None and workload.step_sizes is not None:
-        return _scheduled(workload.decay, np.asarray(workload.step_sizes), error)
+        return _scheduled(workload.decay, np.asarray(workload.step_sizes))
     impulse = None if workload is None else np.asarray(workload.coefs)
     # square k of the row of the last iterate is in all iterates from k on
-    weights = np.arange(n, 0, -1) / n if error == "mean" else np.ones(n)
+    weights = np.arange(n, 0, -1) / n
 
     def toeplitz(noising: np.ndarray) -> tuple[float, np.ndarray]:
         summed = _filtered(impulse, noising)
@@ -41,24 +40,13 @@ def squared_error(n: int, workload: Workload | None, error: Error = "mean") -> E
     return toeplitz
 
 
-def _scheduled(decay: np.ndarray, step_sizes: np.ndarray, error: Error) -> ErrorAndSlope:
-    n = len(decay)
-    form = scheduled_error_form(step_sizes) if error == "mean" else None
-
-    def of_response(response: np.ndarray) -> tuple[float, np.ndarray]:
-        if form is not None:
-            slope = form @ response
-            return float(response @ slope), 2 * slope
-        worst = int(np.argmax(scheduled_errors(response, step_sizes)))
-        sizes = step_sizes[: worst + 1]
-        row = correlate(sizes, response[: worst + 1], method="fft")[worst:]  # sum_i sizes[s + i] response[i]
-        slope = np.zeros(n)
-        slope[: worst + 1] = 2 * correlate(sizes, row, method="fft")[worst:]
-        return float(row @ row), slope
+def _scheduled(decay: np.ndarray, step_sizes: np.ndarray) -> ErrorAndSlope:
+    form = scheduled_error_form(step_sizes)
 
     def scheduled(noising: np.ndarray) -> tuple[float, np.ndarray]:
-        value, slope = of_response(_filtered(decay, noising))
-        return value, _adjoint(decay, slope)
+        response = _filtered(decay, noising)
+        slope = form @ response
+        return float(response @ slope), _adjoint(decay, 2 * slope)
 
     return scheduled
 
