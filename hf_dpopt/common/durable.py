@@ -85,37 +85,28 @@ def fsync_directory(directory: Path) -> None:
 
     Elsewhere (object stores that are mounted, some network disks) one line of the log says so.
     """
-    try:
-        _fsync_directory(directory)
-    except OSError as error:
-        if error.errno not in UNSUPPORTED:
-            raise
+    if not has_directory_fsync(directory):
         warn_once(
             f"fsync of folders {os.stat(directory).st_dev}",
-            f"The filesystem of {directory} cannot make the creation of a file durable ({error.strerror}): a power "
-            "cut may lose the ledger, with what it charged, or a checkpoint, where they were just made. The keys "
-            "remember the steps: keep private_state_dir on a local disk.",
+            f"The filesystem of {directory} cannot make the creation of a file durable: a power cut may lose the "
+            "ledger, with what it charged, or a checkpoint, where they were just made. The keys remember the steps: "
+            "keep private_state_dir on a local disk.",
         )
 
 
 def has_directory_fsync(directory: Path) -> bool:
-    """Whether the filesystem can make the creation of files in ``directory`` durable."""
-    try:
-        _fsync_directory(directory)
-    except OSError as error:
-        if error.errno not in UNSUPPORTED:
-            raise
-        return False
-    return True
-
-
-def _fsync_directory(directory: Path) -> None:
+    """Make what happened in ``directory`` durable; return whether its filesystem can do so."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with naming(directory):
             os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        return False
     finally:
         os.close(descriptor)
+    return True
 
 
 def write_durably(path: Path, content: bytes | memoryview, *, mode: int) -> None:
