@@ -25,6 +25,9 @@ from hf_dpopt.noise.banded_inverse import BandedInverse
 from hf_dpopt.noise.nu_dpftrl import NuDPFTRL
 from hf_dpopt.noise.strategy import ToeplitzStrategy
 
+NUM_FREQUENCIES = 120  # of the program, logarithmic; evenly spaced ones are added that resolve the multipliers
+NUM_ALTERNATIONS = 6  # at most
+NUM_COEFS = 1024  # of B that are kept; a few times 1 / (eta mu) lose nothing that shows
 CONVERGED = 1e-4  # relative change of the bound that ends the alternation
 UNRESOLVED = 1e-3  # relative change of the squared sensitivity on half the frequencies: it grows with the steps
 SLOWEST = 1e-5  # eta * mu, below which the circle would need more than 2^22 frequencies
@@ -67,14 +70,7 @@ class OptimizedNoise:
 
 
 def strongly_convex_bound(
-    noise: ToeplitzStrategy | np.ndarray,
-    *,
-    mu: float,
-    L: float,
-    eta: float,
-    symmetric: bool = False,
-    num_frequencies: int = 120,
-    tau_max: int = 15,
+    noise: ToeplitzStrategy, *, mu: float, L: float, eta: float, symmetric: bool = False, tau_max: int = 15
 ) -> StronglyConvexBound:
     r"""Bound on the stationary excess loss of gradient descent with correlated noise.
 
@@ -89,14 +85,13 @@ def strongly_convex_bound(
     gives ``eta L / (2 mu (2 - eta mu))`` for ``eta <= 2 / (mu + L)``, which a quadratic attains.
 
     Args:
-        noise: the strategy, or ``|B|^2`` at frequencies evenly spaced from 0 to pi, both included; positive.
+        noise: the strategy.
         mu: strong convexity, > 0.
         L: smoothness, >= mu; the same unit.
         eta: learning rate, in (0, 2 / L).
         symmetric: whether ``F(theta) = F(-theta)`` is known. Then ``lambda_tau >= 0`` with ``sum_tau lambda_tau <= 2
             lambda_0`` is enough, and the bound lower; otherwise ``lambda_tau <= 0`` off the middle and ``sum_tau
             lambda_tau >= 0`` are needed.
-        num_frequencies: K, logarithmic; evenly spaced ones are added that resolve the multipliers.
         tau_max: lags of the multipliers, each way; >= 1.
 
     Raises:
@@ -106,20 +101,12 @@ def strongly_convex_bound(
         Choquette-Choo et al. (2023), arXiv:2310.06771, Section 3; Zames and Falb (1968) (multipliers: which signs
         hold for odd gradients only).
     """
-    program = _Program(mu=mu, L=L, eta=eta, symmetric=symmetric, num_frequencies=num_frequencies, tau_max=tau_max)
+    program = _Program(mu=mu, L=L, eta=eta, symmetric=symmetric, tau_max=tau_max)
     return program.bound(_spectrum(noise, program.num_circle))
 
 
 def optimize_strongly_convex(
-    *,
-    mu: float,
-    L: float,
-    eta: float,
-    symmetric: bool = False,
-    num_frequencies: int = 120,
-    tau_max: int = 15,
-    num_alternations: int = 6,
-    num_coefs: int = 1024,
+    *, mu: float, L: float, eta: float, symmetric: bool = False, tau_max: int = 15
 ) -> OptimizedNoise:
     """Noise with a low bound for the class of losses: alternates between the gains and the spectrum.
 
@@ -128,9 +115,7 @@ def optimize_strongly_convex(
     those of the spectrum's minimum-phase factor, whose inverse is causal and stable.
 
     Args:
-        mu, L, eta, symmetric, num_frequencies, tau_max: arguments of `strongly_convex_bound`.
-        num_alternations: largest number of alternations, >= 1; it stops once the bound changes by less than 1e-4.
-        num_coefs: coefficients of B that are kept; a few times ``1 / (eta mu)`` lose nothing that shows.
+        mu, L, eta, symmetric, tau_max: arguments of `strongly_convex_bound`.
 
     Raises:
         DPConfigError: as in `strongly_convex_bound`.
@@ -138,13 +123,11 @@ def optimize_strongly_convex(
     References:
         Choquette-Choo et al. (2023), arXiv:2310.06771, Section 3; Oppenheim and Schafer (1989), Chapter 12 (cepstrum).
     """
-    check_count("num_alternations", num_alternations)
-    check_count("num_coefs", num_coefs)
-    program = _Program(mu=mu, L=L, eta=eta, symmetric=symmetric, num_frequencies=num_frequencies, tau_max=tau_max)
+    program = _Program(mu=mu, L=L, eta=eta, symmetric=symmetric, tau_max=tau_max)
     best_spectrum = _spectrum(NuDPFTRL(min(1.0, eta * mu)), program.num_circle)
     best = program.bound(best_spectrum)
     history = [best.value]
-    for _ in range(num_alternations):
+    for _ in range(NUM_ALTERNATIONS):
         spectrum = program.gains(best.multipliers, program.circle) ** -0.5
         found = program.bound(spectrum)
         if found.value >= best.value:
@@ -153,7 +136,7 @@ def optimize_strongly_convex(
         history.append(found.value)
         if history[-2] - history[-1] <= CONVERGED * history[-1]:
             break
-    coefs = minimum_phase_coefs(best_spectrum, num_coefs)
+    coefs = minimum_phase_coefs(best_spectrum, NUM_COEFS)
     return OptimizedNoise(
         strategy=BandedInverse(tuple(coefs / coefs[0])),
         bound=best.value,
@@ -188,8 +171,7 @@ def minimum_phase_coefs(spectrum: np.ndarray, num_coefs: int) -> np.ndarray:
 class _Program:
     """The cone program for one class of losses; its data, apart from the objective, are the same for every noise."""
 
-    def __init__(self, *, mu: float, L: float, eta: float, symmetric: bool, num_frequencies: int, tau_max: int):
-        check_count("num_frequencies", num_frequencies)
+    def __init__(self, *, mu: float, L: float, eta: float, symmetric: bool, tau_max: int):
         check_count("tau_max", tau_max)
         if not 0 < mu <= L < np.inf:
             raise DPConfigError(f"mu={mu}, L={L}: a strongly convex and smooth loss has 0 < mu <= L, both finite.")
@@ -204,7 +186,7 @@ class _Program:
         self._mu, self._L, self._eta, self._tau_max = mu, L, eta, tau_max
         self._sign = 1.0 if symmetric else -1.0
         even = np.linspace(0, np.pi, 8 * tau_max + 1)[1:]  # eight to a period of the fastest term of Lambda
-        self.frequencies = np.union1d(np.geomspace(0.01 * eta * mu, np.pi, num_frequencies), even)
+        self.frequencies = np.union1d(np.geomspace(0.01 * eta * mu, np.pi, NUM_FREQUENCIES), even)
         self.num_circle = int(
             2 ** np.clip(np.ceil(np.log2(40 / (eta * mu))), 14, 22)
         )  # e^-20 at the end of a transient
@@ -236,7 +218,7 @@ class _Program:
         multipliers = self._solve(np.interp(self.frequencies, circle, spectrum))
         error = _mean(spectrum * self.gains(multipliers, circle))
         if not np.isfinite(error):
-            raise DPConfigError("The multipliers certify nothing between the frequencies. Use more num_frequencies.")
+            raise DPConfigError("The multipliers certify nothing between the frequencies. Use a larger eta.")
         value = 0.5 * self._L * _mean(1 / spectrum) * error
         gains = self.gains(multipliers, self.frequencies)
         return StronglyConvexBound(value, self.frequencies, gains, multipliers)
@@ -273,27 +255,21 @@ def _cvxpy() -> Any:
     return import_extra("cvxpy", "The bound for smooth, strongly convex losses")
 
 
-def _spectrum(noise: ToeplitzStrategy | np.ndarray, num: int) -> np.ndarray:
-    """``|B|^2`` at frequencies evenly spaced from 0 to pi, checked; (num / 2 + 1,) of a strategy."""
-    if not isinstance(noise, np.ndarray):
-        if noise.num_bands is not None:
-            spectrum = 1 / np.abs(np.fft.rfft(noise.strategy_coefs(num))) ** 2
-        else:
-            spectrum = np.abs(np.fft.rfft(noise.noising_coefs(num // 2), num)) ** 2
-        first, name = float(noise.noising_coefs(1)[0]), noise.name
+def _spectrum(noise: ToeplitzStrategy, num: int) -> np.ndarray:
+    """``|B|^2`` at frequencies evenly spaced from 0 to pi, checked; (num / 2 + 1,)."""
+    if noise.num_bands is not None:
+        spectrum = 1 / np.abs(np.fft.rfft(noise.strategy_coefs(num))) ** 2
     else:
-        spectrum, first, name = np.asarray(noise, dtype=float), None, "this spectrum"
-        if spectrum.ndim != 1 or len(spectrum) < 3 or not (np.isfinite(spectrum) & (spectrum > 0)).all():
-            raise DPConfigError("A noise spectrum is a vector of at least 3 positive, finite values from 0 to pi.")
+        spectrum = np.abs(np.fft.rfft(noise.noising_coefs(num // 2), num)) ** 2
     grows = not (np.isfinite(spectrum) & (spectrum > 0)).all()
     if not grows and len(spectrum) % 2:  # noise taken back entirely at some frequency: a pole of the sensitivity
         square = _mean(1 / spectrum)
         grows = abs(square - _mean(1 / spectrum[::2])) > UNRESOLVED * square
-    if not grows and first is not None:  # Jensen: the two differ where the inverse of B does not decay
-        grows = abs(_mean(np.log(spectrum)) - np.log(first**2)) > UNRESOLVED
+    if not grows:  # Jensen: the two differ where the inverse of B does not decay
+        grows = abs(_mean(np.log(spectrum)) - np.log(float(noise.noising_coefs(1)[0]) ** 2)) > UNRESOLVED
     if grows:
         raise DPConfigError(
-            f"The sensitivity of {name} grows with the steps, so there is no bound for a run without end. Use a "
+            f"The sensitivity of {noise.name} grows with the steps, so there is no bound for a run without end. Use a "
             "damped strategy (nu > 0)."
         )
     return spectrum
