@@ -67,11 +67,6 @@ class AfterStep(abc.ABC):
         """Give the model the weights that the run ends with; called after the last step. Does nothing by default."""
         return None
 
-    @property
-    def label(self) -> str:
-        """Name in logs, reports and checkpoints."""
-        return type(self).__name__
-
     def parameters(self) -> dict[str, Any]:
         """Public options, as JSON can hold them."""
         return {}

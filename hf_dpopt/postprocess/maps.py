@@ -25,11 +25,6 @@ class Postprocess(abc.ABC):
         """Continue where the state was taken, bit for bit."""
 
     @property
-    def label(self) -> str:
-        """Name in logs, reports and checkpoints."""
-        return type(self).__name__
-
-    @property
     def gain(self) -> float | None:
         """Factor of the latest release; None if that is not one number, which is all that is safe to say.
 

@@ -151,5 +151,5 @@ class Stages:
         """Maps of the gradients, of the weights, and the optimizer, with their public options."""
         inner = self._optimizer.filter if isinstance(self._optimizer, NoiseAwareOptimizer) else None
         maps: list[Postprocess | AfterStep] = [*self.after_noise, *filter(None, [inner]), *self.after]
-        described = [f"{stage.label} {stage.parameters() or ''}".strip() for stage in maps]
+        described = [f"{type(stage).__name__} {stage.parameters() or ''}".strip() for stage in maps]
         return [*described, type(self._optimizer).__name__]

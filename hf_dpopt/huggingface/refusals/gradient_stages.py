@@ -129,7 +129,7 @@ def _on_noise_level(
         inner: the filter inside of the optimizer.
     """
     stages, name = [*maps, *([] if inner is None else [inner])], type(optimizer).__name__
-    adaptive = [stage.label for stage in stages if _needs_level(stage)]
+    adaptive = [type(stage).__name__ for stage in stages if _needs_level(stage)]
     corrects = isinstance(optimizer, NoiseAwareOptimizer) and optimizer.subtracts_noise
     yield (
         not preclip.keeps_one_noise_level and (corrects or bool(adaptive)),
@@ -137,14 +137,14 @@ def _on_noise_level(
         f"{(name if corrects else ', '.join(adaptive[:1]))} corrects for one level. Use --optim adamw_torch, "
         "dp_adamw or sgd, and a fixed filter.",
     )
-    silent = [stage.label for stage in maps if stage.gain is None]
+    silent = [type(stage).__name__ for stage in maps if stage.gain is None]
     yield (
         corrects and bool(silent),
         f"{', '.join(silent)} changes the noisy gradient, and {name} has to know the noise level in it. Give a map "
         "that multiplies all coordinates by one number the attribute gain; for others use adamw_torch.",
     )
     first = next((i for i, stage in enumerate(stages) if stage.gain is None), len(stages))
-    told_nothing = [stage.label for stage in stages[first + 1 :] if _needs_level(stage)]
+    told_nothing = [type(stage).__name__ for stage in stages[first + 1 :] if _needs_level(stage)]
     yield (
         bool(told_nothing),
         f"{', '.join(told_nothing)} corrects for the noise, and a map before it changes the noisy gradient: its "
