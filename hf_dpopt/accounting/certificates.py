@@ -248,7 +248,6 @@ def verify(
     num_samples: int = NUM_SAMPLES,
     failure: float = FAILURE,
     attempts: int = 1,
-    seed: int | None = None,
 ) -> Certificate:
     r"""Test on fresh samples whether an event is (epsilon, delta)-DP.
 
@@ -263,7 +262,7 @@ def verify(
     accepted with probability at most `failure` in the whole search.
 
     Asked about a run that has already taken place, only the latter remains: the answer is wrong with probability at
-    most `failure`. Either holds for samples that are as good as random; the default seed is the operating system's.
+    most `failure`. Either holds for samples that are as good as random; their seed is the operating system's.
 
     Args:
         event: the mechanism.
@@ -272,7 +271,6 @@ def verify(
         num_samples: samples in each direction.
         failure: probability of a false acceptance over all attempts, in (0, 0.1].
         attempts: how many verifications share it.
-        seed: fixed seed for tests. A known seed voids the guarantee.
 
     Raises:
         DPConfigError: if the samples are too few for any proof.
@@ -286,7 +284,7 @@ def verify(
     check_count("attempts", attempts)
     shares = Shares(event.gram, event.noise_multiplier, epsilon)
     thresholds = _thresholds(shares, delta, num_samples, failure, attempts)
-    means, _ = shares.moments(num_samples, seed)
+    means, _ = shares.moments(num_samples, seed=None)
     return Certificate(
         event=event, epsilon=epsilon, delta=delta, remove=float(means[0]), add=float(means[1]),
         remove_threshold=float(thresholds[0]), add_threshold=float(thresholds[1]), num_samples=num_samples,
