@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar
 
 import dp_accounting
@@ -11,7 +10,6 @@ from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from scipy import stats
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.sampling.poisson import PoissonSampler
 from hf_dpopt.sampling.sampler import Steps, repeat
 
@@ -40,6 +38,7 @@ class CappedPoissonSampler(PoissonSampler):
     records_per_user: int = 1
 
     name: ClassVar[str] = "capped_poisson"
+    repeats_one_event: ClassVar[bool] = True
     adjacencies: ClassVar[tuple[str, ...]] = ("add_or_remove_one", "zero_out")
     samples_records_of_users: ClassVar[bool] = True
     takes: ClassVar[tuple[str, ...]] = ("records_per_user",)
@@ -48,9 +47,6 @@ class CappedPoissonSampler(PoissonSampler):
         super().__post_init__()
         if self.records_per_user < 1:
             raise DPConfigError(f"records_per_user={self.records_per_user} leaves nothing. Use an integer >= 1.")
-
-    def excess(self, strategy: NoiseStrategy, chains: Sequence[int], planned: int) -> int | None:
-        return self._excess_of_participations(strategy, chains, planned)
 
     def event(self, noise_stddev_over_clip: float, num_steps: Steps) -> dp_accounting.DpEvent:
         if self.records_per_user == 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import ClassVar
 
 import dp_accounting
@@ -59,6 +59,7 @@ class CyclicPoissonSampler(Sampler):
     num_groups: int = 1
 
     name: ClassVar[str] = "cyclic_poisson"
+    repeats_one_event: ClassVar[bool] = True
     has_groups: ClassVar[bool] = True
     takes_changing_scales: ClassVar[bool] = True
     adjacencies: ClassVar[tuple[str, ...]] = ("add_or_remove_one", "zero_out")
@@ -119,9 +120,6 @@ class CyclicPoissonSampler(Sampler):
 
     def _correlated_event(self, strategy: NoiseStrategy, noise_stddev: float, num_steps: int) -> dp_accounting.DpEvent:
         return self.event(noise_stddev / self.sensitivity_of(strategy, num_steps), num_steps)
-
-    def excess(self, strategy: NoiseStrategy, chains: Sequence[int], planned: int) -> int | None:
-        return self._excess_of_participations(strategy, chains, planned)
 
     def with_groups(self, num_groups: int) -> Sampler:
         return dataclasses.replace(self, num_groups=num_groups)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar
 
 import dp_accounting
 import numpy as np
 
-from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.randomness.cipher import word_blocks
 from hf_dpopt.sampling.sampler import Sampler, Steps, repeat
 
@@ -29,6 +27,7 @@ class PoissonSampler(Sampler):
     """
 
     name: ClassVar[str] = "poisson"
+    repeats_one_event: ClassVar[bool] = True
     adjacencies: ClassVar[tuple[str, ...]] = ("add_or_remove_one", "zero_out", "replace_one")
 
     def draw(self, key: bytes, step: int) -> np.ndarray:
@@ -48,9 +47,6 @@ class PoissonSampler(Sampler):
         if self.sample_rate < 1:
             step = dp_accounting.PoissonSampledDpEvent(self.sample_rate, step)
         return repeat(step, self.max_participations(num_steps))
-
-    def excess(self, strategy: NoiseStrategy, chains: Sequence[int], planned: int) -> int | None:
-        return self._excess_of_participations(strategy, chains, planned)
 
     def describe(self, unit: str = "record") -> str:
         return (

@@ -47,6 +47,7 @@ class Sampler(abc.ABC):
     has_groups: ClassVar[bool] = False  # records take turns in groups, as many as a strategy may have bands
     samples_records_of_users: ClassVar[bool] = False  # with users as the unit; else whole users are sampled
     takes_changing_scales: ClassVar[bool] = False  # correlated noise may go on where scales change: it has a proof
+    repeats_one_event: ClassVar[bool] = False  # `event` is one mechanism, as often as a record may take part
     takes: ClassVar[tuple[str, ...]] = ()  # fields that a config of the run gives, besides batch size and examples
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -61,6 +62,8 @@ class Sampler(abc.ABC):
             )
         if "event" in own and "excess" not in own:
             cls.excess = Sampler.excess  # type: ignore[method-assign]  # costs of another law are not compared
+        if "event" in own and "repeats_one_event" not in own:
+            cls.repeats_one_event = False
         if ("event" in own or "draw" in own) and "takes_changing_scales" not in own:
             cls.takes_changing_scales = False  # the proof of another law
 
@@ -172,7 +175,7 @@ class Sampler(abc.ABC):
             chains: steps that each chain is charged as, > 0.
             planned: steps that the plan is charged as, in one chain.
         """
-        return None
+        return self._excess_of_participations(strategy, chains, planned) if self.repeats_one_event else None
 
     def _excess_of_participations(self, strategy: NoiseStrategy, chains: Sequence[int], planned: int) -> int | None:
         """`excess` where the event is one mechanism, as often as a record may take part."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import ClassVar
 
 import dp_accounting
 import numpy as np
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.randomness.cipher import random_words
 from hf_dpopt.sampling.poisson import PoissonSampler
 from hf_dpopt.sampling.sampler import Steps, repeat
@@ -46,6 +44,7 @@ class TruncatedPoissonSampler(PoissonSampler):
     cap: int | None = None
 
     name: ClassVar[str] = "truncated_poisson"
+    repeats_one_event: ClassVar[bool] = True
     adjacencies: ClassVar[tuple[str, ...]] = PoissonSampler.adjacencies
 
     def __post_init__(self) -> None:
@@ -71,9 +70,6 @@ class TruncatedPoissonSampler(PoissonSampler):
         # Fresh words: those that follow the n Bernoulli draws in the step's stream. The smallest are kept.
         priorities = random_words(key, step, len(batch), first=self.num_examples)
         return np.sort(batch[np.argsort(priorities, kind="stable")[: self.max_batch_size]])
-
-    def excess(self, strategy: NoiseStrategy, chains: Sequence[int], planned: int) -> int | None:
-        return self._excess_of_participations(strategy, chains, planned)
 
     def event(self, noise_stddev_over_clip: float, num_steps: Steps) -> dp_accounting.DpEvent:
         if self.max_batch_size == self.num_examples:
