@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from hf_dpopt.verify import bins, other_accountants
 from hf_dpopt.verify.claims import Report
@@ -37,33 +38,31 @@ def check_epsilons(report: Report) -> list[Check]:
     """Recompute every epsilon that a report claims."""
     planned: tuple[int, ...] = (report.planned_steps,)
     charged = planned if report.known_ledger is None else report.ledger.charged
-    wanted = {"the plan": (report.epsilons["the plan"], planned)}
+    of_plan, of_charged = report.epsilons.values()
     if charged != planned:
-        wanted["the steps charged"] = (report.epsilons["the steps charged"], charged)
-    elif report.known_ledger is not None:  # the same steps, so the same cost
-        wanted["the plan"] = (min(report.epsilons.values()), planned)
-    checks = [check for what, asked in wanted.items() for check in _of(report, what, *asked)]
+        checks = attempt_epsilon(_of_steps, report, "the plan", of_plan, planned)
+        checks += attempt_epsilon(_of_steps, report, "the steps charged", of_charged, charged)
+    else:  # the same steps, so the same cost
+        claimed = of_plan if report.known_ledger is None else min(of_plan, of_charged)
+        checks = attempt_epsilon(_of_steps, report, "the plan", claimed, planned)
     if report.fields.has("epsilon_replace_one"):
-        checks += attempt_epsilon("a swapped record", lambda: _of_swapped(report))
+        checks += attempt_epsilon(_of_swapped, report, "a swapped record")
     return checks
 
 
-def attempt_epsilon(what: str, look: Callable[[], list[Check]]) -> list[Check]:
-    """The checks that `look` makes, or the one that says why it cannot."""
-    return attempt(f"{EPSILON} of {what}", look, claim=what, supports=False)
+def attempt_epsilon(look: Callable[..., list[Check]], report: Report, what: str, *args: Any) -> list[Check]:
+    """The checks that `look` makes of the report and what was claimed, or the one that says why it cannot."""
+    return attempt(f"{EPSILON} of {what}", look, report, what, *args, claim=what, supports=False)
 
 
-def _of(report: Report, what: str, claimed: float, chains: tuple[int, ...]) -> list[Check]:
-    def look() -> list[Check]:
-        leaves = leaves_of(report, chains)
-        if report.has_bins:
-            return _of_bins(report, what, claimed, chains, leaves)
-        return check_epsilon(what, claimed, leaves, report.delta, report.mechanism.adjacency)
-
-    return attempt_epsilon(what, look)
+def _of_steps(report: Report, what: str, claimed: float, chains: tuple[int, ...]) -> list[Check]:
+    leaves = leaves_of(report, chains)
+    if report.has_bins:
+        return _of_bins(report, what, claimed, chains, leaves)
+    return check_epsilon(what, claimed, leaves, report.delta, report.mechanism.adjacency)
 
 
-def _of_swapped(report: Report) -> list[Check]:
+def _of_swapped(report: Report, what: str) -> list[Check]:
     """Epsilon if one record is swapped for another, which is no part of the claim but stands in the report."""
     claimed = report.fields.number("epsilon_replace_one", may_be_infinite=True)
     for mechanism in (report.mechanism, *report.earlier):
@@ -71,8 +70,7 @@ def _of_swapped(report: Report) -> list[Check]:
             raise Contradiction(f"{mechanism.sampler} has no proof under replace_one, and {claimed:.6g} is claimed")
     if not math.isfinite(claimed):
         return []
-    leaves = leaves_of(report, report.most_steps)
-    return check_epsilon("a swapped record", claimed, leaves, report.delta, "replace_one")
+    return check_epsilon(what, claimed, leaves_of(report, report.most_steps), report.delta, "replace_one")
 
 
 def leaves_of(report: Report, chains: tuple[int, ...]) -> Leaves:
@@ -96,31 +94,28 @@ def check_epsilon(what: str, claimed: float, leaves: Leaves, delta: float, adjac
     title = f"{EPSILON} of {what}"
     if not leaves:
         return [Check(title, OK, f"nothing was released; {claimed:.6g} is claimed", {"claim": what, "supports": True})]
-    found: dict[str, Recomputed | Unknown] = {}
+    known: dict[str, Recomputed] = {}
+    unknown: list[Check] = []
     for name, recompute in ACCOUNTANTS.items():
         try:
-            found[name] = recompute(leaves, delta, adjacency, claimed)
+            known[name] = recompute(leaves, delta, adjacency, claimed)
         except Inapplicable:
             continue
         except Unknown as error:
-            found[name] = error
-    if not found:
+            unknown.append(Check(f"{title}, {name}", NOT_CHECKED, str(error), {"claim": what, "supports": False}))
+    if not (known or unknown):
         raise Unknown(f"no accountant here knows these batches under {adjacency}")
-    known = {name: one for name, one in found.items() if isinstance(one, Recomputed)}
     is_supported = any(not _is_below(claimed, one.epsilon) for one in known.values())
     # where one bound supports the claim, one that is less tight refutes nothing
     refuting = [n for n, one in known.items() if _is_below(claimed, one.least) and (n == PRV or not is_supported)]
     checks = []
-    for name, one in found.items():
-        if isinstance(one, Unknown):
-            checks.append(Check(f"{title}, {name}", NOT_CHECKED, str(one), {"claim": what, "supports": False}))
-        else:
-            status = FAILED if name in refuting else OK if is_supported or refuting else NOT_CHECKED
-            said = f"{one.epsilon:.6g} recomputed{_apart(claimed, one.epsilon)}"
-            if name == PRV:
-                said = f"{one.least:.6g} to {one.epsilon:.6g} recomputed"
-            checks.append(_comparison(f"{title}, {name}", status, what, claimed, one.epsilon, said))
-    return checks
+    for name, one in known.items():
+        status = FAILED if name in refuting else OK if is_supported or refuting else NOT_CHECKED
+        said = f"{one.epsilon:.6g} recomputed{_apart(claimed, one.epsilon)}"
+        if name == PRV:
+            said = f"{one.least:.6g} to {one.epsilon:.6g} recomputed"
+        checks.append(_comparison(f"{title}, {name}", status, what, claimed, one.epsilon, said))
+    return checks + unknown
 
 
 def _comparison(title: str, status: str, what: str, claimed: float, found: float, said: str) -> Check:
@@ -146,16 +141,16 @@ def _of_bins(report: Report, what: str, claimed: float, chains: tuple[int, ...],
     known = other_accountants.by_gaussian(leaves, report.delta, report.mechanism.adjacency, claimed).epsilon
     status = NOT_CHECKED if _is_below(claimed, known) else OK
     said = f"{known:.6g} if the batches are known{_apart(claimed, known)}"
-    title = f"{EPSILON} of {what}, {SIMULATION}"
-
-    def simulated() -> list[Check]:
-        if report.earlier:
-            raise Unknown("earlier runs are not simulated")
-        detail, supports = bins.judge(bins.simulate(report.mechanism, chains, claimed), report.delta)
-        return [Check(title, OK if supports else NOT_CHECKED, detail, {"claim": what, "supports": supports})]
-
     bound = _comparison(f"{EPSILON} of {what}, exact Gaussian", status, what, claimed, known, said)
-    return [bound, *attempt(title, simulated, claim=what, supports=False)]
+    title = f"{EPSILON} of {what}, {SIMULATION}"
+    return [bound, *attempt(title, _simulated, report, title, what, claimed, chains, claim=what, supports=False)]
+
+
+def _simulated(report: Report, title: str, what: str, claimed: float, chains: tuple[int, ...]) -> list[Check]:
+    if report.earlier:
+        raise Unknown("earlier runs are not simulated")
+    detail, supports = bins.judge(bins.simulate(report.mechanism, chains, claimed), report.delta)
+    return [Check(title, OK if supports else NOT_CHECKED, detail, {"claim": what, "supports": supports})]
 
 
 def check_attackers(report: Report) -> str:

@@ -12,6 +12,7 @@ from hf_dpopt.verify.claims import Report
 from hf_dpopt.verify.outcome import Contradiction, Inapplicable, Unknown
 from hf_dpopt.verify.reading import Fields, read_regular, strict_json
 
+FOLDER, STATEMENT, AUDIT = "privacy", "statement.md", "audit.json"
 PROMISE = re.compile(r"\*\*epsilon = (?P<epsilon>[^,*]+), delta = (?P<delta>[^*]+)\*\*")
 SECTION = "<!-- hf_dpopt privacy statement: start"
 # What transformers and peft load from a folder, in place of the files that a run saved.
@@ -21,17 +22,13 @@ QUOTED = {"installation": "independent", "canaries": "one_run"}  # kind of audit
 SLACK = 2e-5  # relative, of an epsilon that was rounded up to five digits
 
 
-def check_released(report: Report, folder: Path | None) -> str:
-    """The files that the report names against those beside it.
-
-    Args:
-        report: the report.
-        folder: where the released files lie; None if only the report is there.
-    """
+def check_released(report: Report) -> str:
+    """The files that the report names against those that lie in its `output_dir`."""
     if not report.fields.content.get("released_files"):
         raise Unknown("the report names no released files, so nothing ties the weights to it")
     named = report.fields.inner("released_files")
-    if folder is None:
+    folder = report.path.parent.parent
+    if report.path.parent.name != FOLDER:
         raise Unknown(f"{len(named.content)} files are named, and the folder that they were saved to was not given")
     missing = []
     for name in sorted(named.content):
@@ -55,51 +52,49 @@ def check_released(report: Report, folder: Path | None) -> str:
     return f"{len(named.content)} files have the digests that the report names: {', '.join(sorted(named.content))}"
 
 
-def check_text(path: Path, report: Report, *, is_card: bool = False) -> str:
-    """The promise that people read against the claim.
-
-    Args:
-        path: the statement, or a model card.
-        report: the report; an upper end to which its claim was rounded is no contradiction.
-        is_card: whether it is a model card, which may have no section on privacy.
-    """
-    epsilon, delta = report.epsilon, report.delta
+def check_statement(report: Report) -> str:
+    """The promise of the statement against the claim."""
+    path = report.path.with_name(STATEMENT)
     if not os.path.lexists(path):
         raise Unknown(f"there is no {path.name}")
+    return _check_promise(path.name, _text_of(path), report)
+
+
+def check_card(report: Report) -> str:
+    """The promise of the model card against the claim, if there is one."""
+    path = report.path.parent.parent / "README.md"
+    if report.path.parent.name != FOLDER or not path.is_file():
+        raise Inapplicable("there is no model card")
+    text = _text_of(path)
+    if SECTION not in text:
+        raise Unknown(f"{path.name} says nothing of this run")
+    return _check_promise(path.name, text, report)
+
+
+def _text_of(path: Path) -> str:
     try:
-        text = read_regular(path).decode()
+        return read_regular(path).decode()
     except UnicodeDecodeError:
         raise Contradiction(f"{path.name} is not a text") from None
-    if is_card and SECTION not in text:
-        raise Unknown(f"{path.name} says nothing of this run")
-    found = PROMISE.search(text)
-    if found is None:
-        raise Contradiction(f"{path.name} has no promise where the report makes one")
+
+
+def _check_promise(name: str, text: str, report: Report) -> str:
+    """Every promise in a text; an upper end to which the claim was rounded is no contradiction."""
+    epsilon, delta = report.epsilon, report.delta
+    if PROMISE.search(text) is None:
+        raise Contradiction(f"{name} has no promise where the report makes one")
     for promise in PROMISE.finditer(text):
-        said, at = _number(promise["epsilon"]), _number(promise["delta"])
+        said, at = float(promise["epsilon"]), float(promise["delta"])
         if not epsilon * (1 - SLACK) <= said <= epsilon * (1 + 10 * SLACK) + 1e-12 or not _is_same(at, delta):
             raise Contradiction(
-                f"{path.name} promises epsilon {promise['epsilon']:.20} at delta {promise['delta']:.20}, "
-                f"the report {epsilon:.6g} at {delta:g}"
+                f"{name} promises epsilon {said:g} at delta {at:g}, the report {epsilon:.6g} at {delta:g}"
             )
-    return f"{path.name} promises the same epsilon and delta"
+    return f"{name} promises the same epsilon and delta"
 
 
-def check_card(folder: Path | None, report: Report) -> str:
-    """The promise of the model card in a folder, if there is one, against the claim."""
-    if folder is None or not (folder / "README.md").is_file():
-        raise Inapplicable("there is no model card")
-    return check_text(folder / "README.md", report, is_card=True)
-
-
-def check_audits(path: Path, statement: Path, report: Report) -> str:
-    """The audits beside a report: of this state of the ledger, passed, below the claim, and told in the statement.
-
-    Args:
-        path: file of the audits, by kind.
-        statement: what people read.
-        report: the report.
-    """
+def check_audits(report: Report) -> str:
+    """The audits beside a report: of this state of the ledger, passed, below the claim, and told in the statement."""
+    path, statement = report.path.with_name(AUDIT), report.path.with_name(STATEMENT)
     if not os.path.lexists(path):
         raise Inapplicable("there was no audit")
     audits = Fields(strict_json(read_regular(path)), path.name)
@@ -123,13 +118,6 @@ def check_audits(path: Path, statement: Path, report: Report) -> str:
             raise Contradiction(f"the statement does not tell the bound {bounds.number(method):.2f} of the {kind}")
         said.append(f"epsilon >= {bounds.number(method):.2f} by {method}, on the {kind}")
     return f"{'; '.join(said)}: below the claim. That they were made is not shown"
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 def _is_same(a: float, b: float) -> bool:

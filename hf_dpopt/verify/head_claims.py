@@ -9,17 +9,15 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 from dp_accounting import GaussianDpEvent
 from scipy import stats
 
 from hf_dpopt.verify import claims, epsilons
-from hf_dpopt.verify.chain import LedgerFile
 from hf_dpopt.verify.claims import Report
-from hf_dpopt.verify.outcome import OK, Check, Contradiction, Unknown, attempt
+from hf_dpopt.verify.files import STATEMENT
+from hf_dpopt.verify.outcome import Check, Contradiction, Unknown
 from hf_dpopt.verify.plan_events import Leaves, on_sample
 from hf_dpopt.verify.reading import Fields, read_regular
 
@@ -32,45 +30,32 @@ FREE = (  # what the report or the ledger alone says, and what changes no mechan
 )  # fmt: skip
 
 
-def verify_head(report: Report, statement: Path) -> list[Check]:
-    """All checks of a head's report but that of the ledger's chain."""
-    fields = report.fields
-    checks = attempt("report", lambda: _form(fields))
-    if checks[0].status != OK:
-        return checks
-    looks: dict[str, Callable[[], str]] = {
-        "ledger digest": lambda: claims.check_digest(report),
-        "steps": lambda: _steps(fields, report.ledger),
-        "plan": lambda: claims.compare_plans(fields.content, report.ledger, FREE),
-        "unit": lambda: _unit(fields),
-        "delta": lambda: claims.compare_delta(report.delta, fields.count("num_examples"), fields),
-        "geometry": lambda: _geometry(fields),
-    }
-    checks += [check for name, look in looks.items() for check in attempt(name, look)]
-    checks += epsilons.attempt_epsilon("the release", lambda: _epsilon(report))
-    return checks + attempt("statement", lambda: _statement(fields, statement))
-
-
-def _epsilon(report: Report) -> list[Check]:
+def check_epsilon(report: Report) -> list[Check]:
     """Recompute epsilon, for as many runs as the ledger charges."""
+    return epsilons.attempt_epsilon(_recompute, report, "the release")
+
+
+def _recompute(report: Report, what: str) -> list[Check]:
     fields, ledger = report.fields, report.known_ledger
     num_runs = max(1, sum(steps > 0 for steps in ledger.charged)) if ledger is not None else 1
     kept = report.delta * (1 - num_runs * SHARE) if _has_horizon(fields) else report.delta
     leaves = [(leaf, count * num_runs) for leaf, count in _leaves(fields)]
-    return epsilons.check_epsilon("the release", fields.number("epsilon"), leaves, kept, "add_or_remove_one")
+    return epsilons.check_epsilon(what, fields.number("epsilon"), leaves, kept, "add_or_remove_one")
 
 
-def _form(fields: Fields) -> str:
+def check_form(report: Report) -> str:
+    """The entries that the claim rests on."""
+    fields = report.fields
     if fields.text("kind") != "convex_head":
         raise Contradiction(f"kind {fields.text('kind')!r:.40} is unknown")
     if fields.content.get("epsilon") is None or not fields.number("noise_multiplier") > 0:
         raise Contradiction("NOT PRIVATE, as the report says itself: there is no noise")
-    return f"claims epsilon {fields.number('epsilon'):.6g} at delta {fields.positive('delta'):g}"
+    return f"claims epsilon {fields.number('epsilon'):.6g} at delta {report.delta:g}"
 
 
-def _steps(fields: Fields, ledger: LedgerFile) -> str:
+def check_steps(report: Report) -> str:
     """The run is charged at once, before its first record is read."""
-    steps = fields.count("num_steps")
+    steps, ledger = report.fields.count("num_steps"), report.ledger
     if ledger.is_unsafe:
         raise Contradiction("a noise key was fixed by hand, so nothing is private")
     charged = [chain.steps for chain in ledger.chains.values() if chain.steps]
@@ -79,10 +64,21 @@ def _steps(fields: Fields, ledger: LedgerFile) -> str:
     return f"{steps} charged in {len(charged)} run{'s' * (len(charged) > 1)}"
 
 
-def _unit(fields: Fields) -> str:
-    if (fields.text("unit"), fields.text("adjacency")) != ("example", "add_or_remove_one"):
+def check_plan(report: Report) -> str:
+    """The plan of the report against every plan of the ledger."""
+    return claims.compare_plans(report.fields.content, report.ledger, FREE)
+
+
+def check_unit(report: Report) -> str:
+    """The unit and the relation that the proof is for."""
+    if (report.fields.text("unit"), report.fields.text("adjacency")) != ("example", "add_or_remove_one"):
         raise Contradiction("a head has a proof for single records, added or removed, and for nothing else")
     return "example, under add_or_remove_one"
+
+
+def check_delta(report: Report) -> str:
+    """Delta below 1/n."""
+    return claims.compare_delta(report.delta, report.fields.count("num_examples"), report.fields)
 
 
 def _has_horizon(fields: Fields) -> bool:
@@ -90,8 +86,9 @@ def _has_horizon(fields: Fields) -> bool:
     return fields.has("horizon") and "algorithm" not in fields.content
 
 
-def _geometry(fields: Fields) -> str:
+def check_geometry(report: Report) -> str:
     """Bounds on a record's gradient and curvature follow from the norm of the features."""
+    fields = report.fields
     norm = fields.positive("feature_norm")
     follows = {"lipschitz": math.sqrt(2) * norm}
     is_last = "algorithm" not in fields.content  # else all iterates of a head in a subspace are released
@@ -148,9 +145,11 @@ def _check_oversized(fields: Fields, horizon: int, q: float) -> None:
         raise Contradiction(f"batches above {largest} make no contraction, and cost {chance:.2g} of delta")
 
 
-def _statement(fields: Fields, path: Path) -> str:
+def check_statement(report: Report) -> str:
+    """Whether the statement is the one that the report names."""
+    path = report.path.with_name(STATEMENT)
     if not os.path.lexists(path):
         raise Unknown(f"there is no {path.name}")
-    if hashlib.sha256(read_regular(path)).hexdigest() != fields.text("statement_sha256"):
+    if hashlib.sha256(read_regular(path)).hexdigest() != report.fields.text("statement_sha256"):
         raise Contradiction(f"{path.name} is not the one that was written with the report")
     return f"{path.name} is the one that was written with the report"

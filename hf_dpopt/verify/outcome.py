@@ -72,12 +72,8 @@ class Outcome:
     @property
     def has_epsilon(self) -> bool:
         """Whether an independent computation supports every epsilon that is part of the claim."""
-        claims: dict[str, bool] = {}
-        for check in self.checks:
-            part = check.numbers.get("claim")
-            if part is not None:
-                claims[part] = claims.get(part, False) or bool(check.numbers.get("supports"))
-        return bool(claims) and all(claims.values())
+        claimed = {check.numbers["claim"] for check in self.checks if "claim" in check.numbers}
+        return bool(claimed) and claimed == {c.numbers["claim"] for c in self.checks if c.numbers.get("supports")}
 
     def exit_code(self, *, is_strict: bool) -> int:
         """Exit code: 0 verified; 1 a check failed, or with `is_strict` was left open; 3 nothing supports epsilon."""
@@ -109,16 +105,17 @@ class Outcome:
         }
 
 
-def attempt(name: str, look: Callable[[], str | list[Check]], **numbers: Any) -> list[Check]:
+def attempt(name: str, look: Callable[..., str | list[Check]], *args: Any, **numbers: Any) -> list[Check]:
     """Make a check, or several.
 
     Args:
         name: name of the check, where `look` makes one, or none.
         look: returns what it found or the checks that it made, or raises `Contradiction`, `Unknown` or `Inapplicable`.
+        args: what it looks at.
         numbers: values of the check.
     """
     try:
-        found = look()
+        found = look(*args)
         return found if isinstance(found, list) else [Check(name, OK, found, numbers)]
     except Inapplicable:
         return []

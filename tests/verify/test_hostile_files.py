@@ -29,7 +29,7 @@ Forge = Callable[[str], Folder]
 def forge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Forge:
     """A new copy of a run's public files; epsilon, which is none of this page's matter, is taken for true."""
     true = Check("epsilon of the plan", OK, "as claimed", {"claim": "the plan", "supports": True})
-    monkeypatch.setattr(verifying, "check_epsilons", lambda *_: [true])
+    monkeypatch.setitem(verifying.OF_RUN, "epsilon", lambda _: [true])
     numbers = itertools.count()
     return lambda name: Folder(runs.REPORTS / name, tmp_path / str(next(numbers)))
 
