@@ -112,13 +112,7 @@ class Mechanism:
     @property
     def made_for(self) -> int:
         """Steps that the noise was made for."""
-        return self._computable(self.fields.count("noise_steps"))
-
-    def _computable(self, num_steps: int) -> int:
-        """The number of steps, if the matrix of so many can be looked at in seconds."""
-        if num_steps > MOST_STEPS and not self.strategy.is_independent:
-            raise Unknown(f"{num_steps} steps of {self.strategy.name} noise are too many to recompute here")
-        return num_steps
+        return self.fields.count("noise_steps")
 
     def uses(self, num_steps: int) -> Uses:
         """Steps of one chain in which a record may take part, as far as they are tied together."""
@@ -130,7 +124,8 @@ class Mechanism:
         """Sensitivity that the noise multiplier is relative to, by our own formula."""
         if self.strategy.is_independent:
             return 1.0
-        self._computable(num_steps)
+        if num_steps > MOST_STEPS:
+            raise Unknown(f"{num_steps} steps of {self.strategy.name} noise are too many to recompute here")
         if self.sampler == "cyclic_poisson":
             self._check_columns(num_steps, self.law.count("num_groups"))
         return by_formula(self.strategy, num_steps, self.uses(num_steps))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hf_dpopt.common.durable import open_regular
 from hf_dpopt.verify.outcome import Contradiction
 
 LARGEST = 2**63  # of a whole number in the files
@@ -23,14 +23,13 @@ def read_regular(path: Path, most: int = MOST_SMALL) -> bytes:
         Contradiction: for a pipe, a device, a folder, a file that is too large, and one that cannot be read.
     """
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise Contradiction(f"{path.name} is no plain file")
-        if found.st_size > most:
-            raise Contradiction(f"{path.name} has more than {most} bytes")
-        return path.read_bytes()
+        with open_regular(path) as file:
+            content = file.read(most + 1)
     except OSError as error:
-        raise Contradiction(f"{path.name} cannot be read ({type(error).__name__})") from None
+        raise Contradiction(f"{path.name} is no plain file, or cannot be read ({type(error).__name__})") from None
+    if len(content) > most:
+        raise Contradiction(f"{path.name} has more than {most} bytes")
+    return content
 
 
 def strict_json(text: bytes | str) -> Any:
