@@ -6,7 +6,6 @@ Shape legend: B = records of a batch, K = labels, D = features.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -28,6 +27,7 @@ from hf_dpopt.randomness.cipher import NoiseSource, make_noise_source, source_of
 from hf_dpopt.run.keys import Chain, new_chain, private_dir, private_folder
 from hf_dpopt.run.ledger import LEDGER
 from hf_dpopt.run.run_log import RunLog, find_run
+from hf_dpopt.run.step import digest_of
 
 INTERMEDIATE = ("checkpoint-*", "trainer_state.json", "optimizer.pt", "runs")  # of finetuning runs
 SAVE_EVERY = 20.0  # seconds, of the state that a crashed run goes on from
@@ -122,7 +122,8 @@ class HeadRun:
             stream = source_of(self._noise_rng).stream
             known = {**self.plan.public_dict(), "num_labels": num_labels, "noise_rng": stream}
             if public is not None:
-                known |= {"num_public_records": len(public[0]), "public_records": _digest(*public)}
+                known["public_records"] = digest_of({"features": public[0], "labels": public[1]})
+                known["num_public_records"] = len(public[0])
             # whether a large delta was allowed in words is no part of the mechanism
             log.record_plan(known, must_match=[name for name in known if name != "allow_large_delta"])
             chain = self._chain(log)
@@ -346,11 +347,3 @@ def _memory(values: torch.Tensor) -> tuple[int, int]:
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
     return values.data_ptr(), values.data_ptr() + (last + 1) * values.element_size()
-
-
-def _digest(features: torch.Tensor, labels: torch.Tensor) -> str:
-    """Digest of public records, which the directions of a run depend on; 32 hexadecimal digits."""
-    digest = hashlib.blake2b(f"{features.dtype} {tuple(features.shape)}".encode(), digest_size=16)
-    for values in (features, labels):
-        digest.update(values.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()

@@ -44,7 +44,6 @@ from hf_dpopt.common.checks import check_count, check_noise_multiplier, check_re
 from hf_dpopt.common.errors import DPConfigError
 
 Form = Literal["pld", "rdp"]
-Shifts = Literal["optimal", "last"]
 
 ADJACENCY = "add_or_remove_one"  # the only one with a proof
 OVERSIZED_SHARE = 1e-3  # of delta, at most, for batches that are too large to contract
@@ -123,7 +122,7 @@ class ProjectedSGD:
         room = (2 / self.step_size - 2 * self.l2) / self.smoothness
         return math.floor(self.expected_batch_size * room * (1 + 1e-12))
 
-    def shift_costs(self, horizons: np.ndarray, shifts: Shifts = "optimal") -> np.ndarray:
+    def shift_costs(self, horizons: np.ndarray) -> np.ndarray:
         r"""Squared mean, in units of sigma^2, of the Gaussian mechanism that hides the distance after R steps.
 
         Steps shrink distances to ``c_t = 1 - eta_t l2`` of what they were; shifts a_t make up for the rest:
@@ -133,13 +132,9 @@ class ProjectedSGD:
 
         Args:
             horizons: (N,), whole numbers between 1 and `num_steps`.
-            shifts: "last" for the paper's allocation, with a constant step size only.
         """
-        if shifts == "last" and self.decay:
-            raise DPConfigError('Shifts in the last step alone are for constant step sizes. Use shifts="optimal".')
         contraction, reach = self._reach(horizons)
-        start = contraction * (self.diameter / self.step_size) ** 2
-        return start if shifts == "last" and self.l2 else start / reach
+        return contraction * (self.diameter / self.step_size) ** 2 / reach
 
     def noise_norm(self, num_weights: int) -> float:
         """Norm that the noise alone would give so many weights in all steps, root mean square and without a ball.
@@ -184,7 +179,6 @@ def last_iterate_epsilon(
     delta: float,
     *,
     form: Form = "pld",
-    shifts: Shifts = "optimal",
     relative_error: float = FINE,
 ) -> LastIterate:
     """Epsilon of the weights after the last step, the smaller one of this bound and plain composition.
@@ -196,15 +190,14 @@ def last_iterate_epsilon(
     Args:
         run: what runs.
         delta: delta of the guarantee, in (0, 1).
-        form: "pld" is tighter; "rdp" is Eq. (3.6) of the paper, and (5.3) with a regulariser and ``shifts="last"``.
-        shifts: how the distance is made up for; see `ProjectedSGD.shift_costs`.
+        form: "pld" is tighter; "rdp" is Eq. (3.6) of the paper.
         relative_error: tolerated excess of epsilon by discretisation.
 
     Raises:
         DPConfigError: if batches that are too large are not rare enough.
 
     References:
-        Altschuler and Talwar (2022), arXiv:2205.13710, Eq. (3.6) and (5.3).
+        Altschuler and Talwar (2022), arXiv:2205.13710, Eq. (3.6); of (5.3), with a cheaper shift.
         Bok, Su and Altschuler (2024), arXiv:2403.00278 (trade-off functions).
     """
     if not 0 < delta < 1:
@@ -212,10 +205,10 @@ def last_iterate_epsilon(
     if not run.noise_multiplier:
         return LastIterate(math.inf, math.inf, None, None)
     kept = delta * (1 - OVERSIZED_SHARE)
-    bound, horizon, share = _by_renyi(run, kept, shifts)
+    bound, horizon, share = _by_renyi(run, kept)
     if form == "pld" and _pld_is_exact(horizon, kept):
-        horizon, share = _refined(run, kept, shifts, horizon, share)
-        bound = _epsilon(_event(run, shifts, horizon, share), kept, relative_error)
+        horizon, share = _refined(run, kept, horizon, share)
+        bound = _epsilon(_event(run, horizon, share), kept, relative_error)
     plain = _plain(run, delta, form, bound, relative_error)
     if plain <= bound:
         return LastIterate(plain, plain, None, None)
@@ -234,7 +227,7 @@ def event_of(run: ProjectedSGD, found: LastIterate) -> DpEvent:
     if found.horizon is None or found.share is None:
         step = PoissonSampledDpEvent(run.sample_rate, GaussianDpEvent(run.noise_multiplier))
         return SelfComposedDpEvent(step, run.num_steps)
-    return _event(run, "optimal", found.horizon, found.share)
+    return _event(run, found.horizon, found.share)
 
 
 def calibrate_last_iterate(run: ProjectedSGD, target_epsilon: float, delta: float) -> float:
@@ -271,7 +264,7 @@ def plateau(run: ProjectedSGD, delta: float) -> int | None:
     if run.decay:
         raise DPConfigError(f"decay={run.decay:g}: noise of small steps hides less, and no plateau is reached. Use 0.")
     many = dataclasses.replace(run, num_steps=MANY)
-    flat = _by_renyi(many, delta, "optimal")[0]
+    flat = _by_renyi(many, delta)[0]
     step = _step_divergences(run.sample_rate, run.noise_multiplier)
 
     def exceeds(log_steps: float) -> float:
@@ -287,18 +280,16 @@ def plateau(run: ProjectedSGD, delta: float) -> int | None:
 # --- the two terms ---------------------------------------------------------------------------------------------------
 
 
-def _event(run: ProjectedSGD, shifts: Shifts, horizon: int, share: float) -> DpEvent:
+def _event(run: ProjectedSGD, horizon: int, share: float) -> DpEvent:
     """R sampled Gaussian mechanisms with the rest of the noise, and the one that hides the distance."""
     sampled = PoissonSampledDpEvent(run.sample_rate, GaussianDpEvent(run.noise_multiplier * math.sqrt(1 - share)))
-    return ComposedDpEvent(
-        [SelfComposedDpEvent(sampled, horizon), GaussianDpEvent(1 / _mean(run, shifts, horizon, share))]
-    )
+    return ComposedDpEvent([SelfComposedDpEvent(sampled, horizon), GaussianDpEvent(1 / _mean(run, horizon, share))])
 
 
-def _mean(run: ProjectedSGD, shifts: Shifts, horizon: int, share: float) -> float:
+def _mean(run: ProjectedSGD, horizon: int, share: float) -> float:
     """Mean of the Gaussian that hides the distance, in units of its stddev."""
     sigma = run.noise_multiplier * run.lipschitz / run.expected_batch_size
-    (cost,) = run.shift_costs(np.array([horizon]), shifts)
+    (cost,) = run.shift_costs(np.array([horizon]))
     return max(math.sqrt(cost / share) / sigma, 1e-12)  # the shift is nearly nothing after many contractions
 
 
@@ -362,12 +353,12 @@ def _renyi_epsilon(step: tuple[float, ...], num_steps: int, squared_mean: float,
     return float(compute_epsilon(_ORDERS, num_steps * np.array(step) + _ORDERS * squared_mean / 2, delta)[0])
 
 
-def _by_renyi(run: ProjectedSGD, delta: float, shifts: Shifts) -> tuple[float, int, float]:
-    """Eq. (3.6) and (5.3): least epsilon over horizon and share, and where it is attained."""
-    best = _least(run, delta, shifts, _horizons(1, run.num_steps), SHARES)
+def _by_renyi(run: ProjectedSGD, delta: float) -> tuple[float, int, float]:
+    """Eq. (3.6): least epsilon over horizon and share, and where it is attained."""
+    best = _least(run, delta, _horizons(1, run.num_steps), SHARES)
     step = SHARES[1] - SHARES[0]
     around = np.clip(np.linspace(best[2] - step, best[2] + step, 9), 1e-3, 1 - 1e-3)
-    return min(best, _least(run, delta, shifts, _horizons(best[1] / 1.2, best[1] * 1.2, run), around))
+    return min(best, _least(run, delta, _horizons(best[1] / 1.2, best[1] * 1.2, run), around))
 
 
 def _horizons(first: float, last: float, run: ProjectedSGD | None = None) -> np.ndarray:
@@ -375,11 +366,9 @@ def _horizons(first: float, last: float, run: ProjectedSGD | None = None) -> np.
     return np.unique(np.geomspace(max(1, first), last, HORIZONS if run is None else 40).round().astype(np.int64))
 
 
-def _least(
-    run: ProjectedSGD, delta: float, shifts: Shifts, horizons: np.ndarray, shares: np.ndarray
-) -> tuple[float, int, float]:
+def _least(run: ProjectedSGD, delta: float, horizons: np.ndarray, shares: np.ndarray) -> tuple[float, int, float]:
     sigma = run.noise_multiplier * run.lipschitz / run.expected_batch_size
-    squares = run.shift_costs(horizons, shifts) / sigma**2
+    squares = run.shift_costs(horizons) / sigma**2
     found = []
     for share in shares:
         step = _step_divergences(run.sample_rate, run.noise_multiplier * math.sqrt(1 - share))
@@ -401,7 +390,7 @@ def _valley(value: Callable[[int], float], size: int) -> int:
     return min(range(low, high + 1), key=value)
 
 
-def _refined(run: ProjectedSGD, delta: float, shifts: Shifts, horizon: int, share: float) -> tuple[int, float]:
+def _refined(run: ProjectedSGD, delta: float, horizon: int, share: float) -> tuple[int, float]:
     """Horizon and share that are good for privacy loss distributions; any are valid."""
 
     longest = min(run.num_steps, LONGEST_PLD, max(horizon, int(1e5 * delta / accountants.MIN_PLD_DELTA)))
@@ -412,7 +401,7 @@ def _refined(run: ProjectedSGD, delta: float, shifts: Shifts, horizon: int, shar
 
     @functools.cache
     def epsilon(horizon: int, share: float) -> float:
-        return _epsilon(_event(run, shifts, horizon, share), delta, SEARCH_ERROR)
+        return _epsilon(_event(run, horizon, share), delta, SEARCH_ERROR)
 
     start = np.array([math.log(horizon), share])
     found = optimize.minimize(
