@@ -21,20 +21,26 @@ NOT_PRIVATE = "NOT PRIVATE, the noise is off"
 UNKNOWN = "more than three times as large, by Renyi divergences"  # epsilon of all iterates
 
 
-def render(
-    plan: HeadPlan | SubspaceHeadPlan, num_labels: int, digest: str, noise: str, declared: Mapping[str, str]
-) -> str:
-    """The statement as Markdown; its first line says what is released."""
+def write_statement(
+    output_dir: Path,
+    plan: HeadPlan | SubspaceHeadPlan,
+    num_labels: int,
+    digest: str,
+    noise: str,
+    declared: Mapping[str, str],
+) -> None:
+    """Write `statement.md` for people, whose first line says what is released, and `head.json` for programs."""
+    folder = output_dir / FOLDER
     epsilon, composition = plan.epsilon() if plan.is_private else math.inf, ""
     if isinstance(plan, HeadPlan):
         composition = round_up(plan.spent.composition) if math.isfinite(plan.spent.composition) else UNKNOWN
-    return fill(
+    text = fill(
         "convex/head.md.j2",
         plan=plan,
         config=plan.config,
         is_subspace=isinstance(plan, SubspaceHeadPlan),
         headline=f"epsilon {round_up(epsilon)} at delta {plan.delta:g}" if plan.is_private else NOT_PRIVATE,
-        epsilon=round_up(epsilon) if plan.is_private else "infinite",
+        epsilon=round_up(epsilon),
         composition=composition,
         no_protection=no_protection(epsilon),
         steps=f"{plan.config.num_steps:,}",
@@ -44,19 +50,6 @@ def render(
         digest=digest,
         versions=collect_versions(),
     )
-
-
-def write_statement(
-    output_dir: Path,
-    plan: HeadPlan | SubspaceHeadPlan,
-    num_labels: int,
-    digest: str,
-    noise: str,
-    declared: Mapping[str, str],
-) -> None:
-    """Write `statement.md` for people and `head.json` for programs."""
-    folder = output_dir / FOLDER
-    text = render(plan, num_labels, digest, noise, declared)
     report = {
         **plan.public_dict(), **declared, "num_labels": num_labels, "ledger_digest": digest,
         "statement_sha256": hashlib.sha256(text.encode()).hexdigest(),

@@ -21,7 +21,7 @@ from hf_dpopt.convex.adagrad import SubspaceDescent
 from hf_dpopt.convex.head_plan import HeadConfig, HeadPlan
 from hf_dpopt.convex.head_statement import write_statement
 from hf_dpopt.convex.softmax_gradients import gradient_sum
-from hf_dpopt.convex.state import HeadState, check_shape
+from hf_dpopt.convex.state import HeadState
 from hf_dpopt.convex.subspace_plan import SubspaceHeadPlan
 from hf_dpopt.randomness.cipher import NoiseSource, make_noise_source, source_of
 from hf_dpopt.run.keys import Chain, new_chain, private_dir, private_folder
@@ -121,6 +121,7 @@ class HeadRun:
         with self._log() as log:
             stream = source_of(self._noise_rng).stream
             known = {**self.plan.public_dict(), "num_labels": num_labels, "noise_rng": stream}
+            known["num_features"] = features.size(1)  # a killed run goes on with weights of the same shape
             if public is not None:
                 known["public_records"] = digest_of({"features": public[0], "labels": public[1]})
                 known["num_public_records"] = len(public[0])
@@ -130,7 +131,6 @@ class HeadRun:
             state = HeadState(log.keys.folder, chain)
             kept = state.load(self.plan.config.num_steps)
             if kept is not None:
-                check_shape(kept, descent.weights.shape, self.output_dir)
                 descent.load_state_dict(kept)
             first = 0 if kept is None else kept["step"]
             source = make_noise_source(self._noise_rng, chain.noise_key)

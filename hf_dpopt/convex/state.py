@@ -6,10 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hf_dpopt.common.durable import write_durably
-from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
+from hf_dpopt.common.errors import DPBudgetExceeded
 from hf_dpopt.common.log import logger
 from hf_dpopt.run.keys import Chain, read_state, write_state
 
@@ -47,42 +45,24 @@ class HeadState:
 
         Raises:
             DPBudgetExceeded: if there is none, and the weights of the run were returned before.
-            DPConfigError: if it cannot be read.
         """
-        kept = self._read(num_steps) if self.path.exists() else None
-        if kept is None and self._note.exists():
+        kept = read_state(self.path) if self.path.exists() else None
+        if kept is not None and 0 <= kept["step"] <= num_steps and math.isfinite(float(kept["weights"].norm())):
+            return kept
+        if self._note.exists():
             raise DPBudgetExceeded(
                 f"{self.path} is missing or damaged, and the final weights of its run were returned before: other "
                 "features under its noise could be subtracted from them. Put the file back if there is a copy; else "
                 "use another output_dir, whose epsilon comes on top."
             )
-        return kept
+        if self.path.exists():
+            logger.warning(
+                f"{self.path} is damaged: the run begins at its first step again, under its key. That takes time, and "
+                "costs nothing: none of it has been seen."
+            )
+        return None
 
     def note_return(self) -> None:
         """Note that the final weights leave now; durable before it returns."""
         if not self._note.exists():
             write_durably(self._note, b"", mode=0o600)
-
-    def _read(self, num_steps: int) -> dict[str, Any] | None:
-        """The state in the file; None, and a warning, if it is not what was saved."""
-        kept = read_state(self.path)
-        if kept is not None and 0 <= kept["step"] <= num_steps and math.isfinite(float(kept["weights"].norm())):
-            return kept
-        logger.warning(
-            f"{self.path} is damaged: the run begins at its first step again, under its key. That takes time, and "
-            "costs nothing: none of it has been seen."
-        )
-        return None
-
-
-def check_shape(kept: dict[str, Any], shape: torch.Size, output_dir: Path) -> None:
-    """Refuse a state of other weights than those of now, (K, D).
-
-    Raises:
-        DPConfigError: with both shapes.
-    """
-    if kept["weights"].shape != shape:
-        raise DPConfigError(
-            f"The run of {output_dir} was killed with weights of shape {tuple(kept['weights'].shape)}, and those of "
-            f"now have {tuple(shape)}. Go on with the same model and labels, or use another output_dir."
-        )

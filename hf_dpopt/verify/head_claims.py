@@ -25,7 +25,7 @@ SAME = 1e-9  # relative, of numbers that follow from others
 SHARE = 1e-3  # of delta, at most, for batches that are too large to contract
 MOST_STEPS = 10**7
 FREE = (  # what the report or the ledger alone says, and what changes no mechanism
-    "allow_large_delta", "noise_rng", "num_public_records", "public_records",
+    "allow_large_delta", "noise_rng", "num_features", "num_public_records", "public_records",
     "ledger_digest", "statement_sha256", "eval_data_privacy", "data_dependent_preprocessing",
 )  # fmt: skip
 

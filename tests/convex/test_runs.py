@@ -12,7 +12,7 @@ from hf_dpopt.accounting import delta as deltas
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.convex import adagrad, head_training
 from hf_dpopt.run.ledger import Ledger
-from tests.convex.heads import clipped, in_subspace, plain, run
+from tests.convex.heads import M, clipped, in_subspace, plain, run
 
 HEADS = pytest.mark.parametrize("config", [plain, in_subspace])
 
@@ -85,6 +85,14 @@ def test_nothing_but_ledger_and_statement_is_written_and_nothing_of_the_data(tmp
         assert report.pop("ledger_digest") == digest and report.pop("statement_sha256")
         said.append(((folder / "out/privacy/statement.md").read_text().replace(digest, ""), report))
     assert said[0] == said[1] and {path.name for path in tmp_path.iterdir()} == {"0", "1"}
+
+
+@HEADS
+def test_a_run_goes_on_with_features_of_the_same_width_only(tmp_path, config):
+    run(tmp_path, config(), finish=False)
+    narrow = {"private": clipped(config(has_bias=False)), "public": clipped(config(has_bias=False), M, seed=7)}
+    with pytest.raises(DPConfigError, match="num_features"):
+        run(tmp_path, config(), **narrow)
 
 
 @HEADS
