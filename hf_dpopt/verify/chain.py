@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from hf_dpopt.verify.outcome import Contradiction
 from hf_dpopt.verify.reading import MOST_BYTES, Fields, read_regular, strict_json
 
 FORMAT = 1
-RUN = re.compile(r"[0-9a-f]{16}\Z")
 
 
 @dataclasses.dataclass
@@ -44,7 +42,6 @@ class LedgerFile:
     plans: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     chains: dict[str, Chain] = dataclasses.field(default_factory=dict)
     keys: set[str] = dataclasses.field(default_factory=set)
-    evaluations: dict[str, bool] = dataclasses.field(default_factory=dict)  # id -> whether it was answered
     digests: list[str] = dataclasses.field(default_factory=list)
     num_torn: int = 0
 
@@ -103,64 +100,44 @@ def _take(found: LedgerFile, record: Fields, digest: str) -> None:
     """Take in the record of the next line."""
     if record.text("prev") != (found.digests[-1] if found.digests else "0" * 64):
         raise Contradiction(f"{record.where} does not follow the line before it: lines were removed, added or moved")
-    _apply(found, record, is_first=not found.digests)
+    _apply(found, record)
     found.digests.append(digest)
 
 
-def _apply(found: LedgerFile, record: Fields, *, is_first: bool) -> None:
-    kind = record.text("kind")
-    if is_first != (kind == "header"):
-        raise Contradiction(f"{record.where}: a header belongs into the first line, and nowhere else")
-    if kind == "header":
-        if record.count("version") > FORMAT:
-            raise Contradiction(f"{record.where}: format {record.count('version')} is newer than this release knows")
-        if not RUN.match(record.text("run")):
-            raise Contradiction(f"{record.where}: {record.text('run')!r:.40} is no id of a run")
-    elif kind == "plan":
+def _apply(found: LedgerFile, record: Fields) -> None:
+    where, kind = record.where, record.text("kind")
+    if (kind == "header") == bool(found.digests):
+        raise Contradiction(f"{where}: a header belongs into the first line, and nowhere else")
+    if kind == "header" and record.count("version") > FORMAT:
+        raise Contradiction(f"{where}: format {record.count('version')} is newer than this release knows")
+    if kind == "plan":
         found.plans.append(dict(record.inner("plan").content))
     elif kind == "chain":
         _begin(found, record)
-    elif kind == "step":
-        _charge(found, record)
-    elif kind == "lost":
-        chain, step = _chain(found, record), record.count("step")
-        if not chain.steps or step != chain.steps[-1] or step in chain.lost:
-            raise Contradiction(f"{record.where}: step {step} is noted as lost, and is not the last one charged")
-        chain.lost.add(step)
-    elif kind in ("evaluation", "answer"):
-        name = record.text("evaluation")
-        if found.evaluations.get(name) is not (None if kind == "evaluation" else False):
-            raise Contradiction(f"{record.where}: the private evaluation {name:.40} has another {kind}, or no charge")
-        found.evaluations[name] = kind == "answer"
-    else:
-        raise Contradiction(f"{record.where}: records of kind {kind!r:.40} are unknown here")
+    elif kind in ("step", "lost"):
+        name, step = record.text("chain_id"), record.count("step")
+        if (chain := found.chains.get(name)) is None:
+            raise Contradiction(f"{where}: it is of chain {name:.40}, which the ledger does not know")
+        reached = chain.steps[-1] if chain.steps else chain.start
+        if kind == "step" and step <= reached:
+            raise Contradiction(f"{where}: step {step} is charged after step {reached} of its chain")
+        if kind == "lost" and (step not in chain.steps[-1:] or step in chain.lost):
+            raise Contradiction(f"{where}: step {step} is noted as lost, and is not the last one charged")
+        if kind == "step":
+            chain.steps.append(step)
+        else:
+            chain.lost.add(step)
+    elif kind not in ("header", "evaluation", "answer"):
+        raise Contradiction(f"{where}: records of kind {kind!r:.40} are unknown here")
 
 
 def _begin(found: LedgerFile, record: Fields) -> None:
     name, key, is_unsafe = record.text("chain_id"), record.text("key_id"), record.flag("unsafe")
-    parent = record.content.get("parent")
     if name in found.chains:
         raise Contradiction(f"{record.where}: chain {name:.40} begins twice")
     if key in found.keys and not is_unsafe:
         raise Contradiction(f"{record.where}: the noise key {key:.40} is used by two chains, whose noise is the same")
-    if parent is not None and parent not in found.chains:
-        raise Contradiction(f"{record.where}: the chain before it, {parent!r:.40}, is not in the ledger")
     if not found.plans:
         raise Contradiction(f"{record.where}: a chain begins before there is a plan")
     found.keys.add(key)
     found.chains[name] = Chain(record.count("start_step", 0), is_unsafe)
-
-
-def _charge(found: LedgerFile, record: Fields) -> None:
-    chain, step = _chain(found, record), record.count("step")
-    reached = chain.steps[-1] if chain.steps else chain.start
-    if step <= reached:
-        raise Contradiction(f"{record.where}: step {step} is charged after step {reached} of its chain")
-    chain.steps.append(step)
-
-
-def _chain(found: LedgerFile, record: Fields) -> Chain:
-    name = record.text("chain_id")
-    if name not in found.chains:
-        raise Contradiction(f"{record.where}: it is of chain {name:.40}, which the ledger does not know")
-    return found.chains[name]
