@@ -209,7 +209,7 @@ def announcement(plan: HeadPlan | SubspaceHeadPlan) -> str:
 def warn_of_large_noise(plan: HeadPlan, num_weights: int) -> None:
     """Warn before training that the noise leaves little to learn."""
     radii = plan.noise_over_radius(num_weights)
-    if radii > MAX_NOISE_RADII:
+    if radii is not None and radii > MAX_NOISE_RADII:
         logger.warning(
             "Noise alone would carry the %s weights %.1f times as far as --head_radius lets them. Beyond %g times it "
             "may cost accuracy, beyond 30 most of it. Give --l2 (from 0.001 to 0.01 times feature_norm^2, the more "

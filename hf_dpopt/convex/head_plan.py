@@ -39,7 +39,7 @@ class HeadConfig:
 
     Args:
         head_radius: the weights, bias included, stay in a Frobenius ball of this radius; > 0. With `feature_norm` R
-            no logit exceeds ``head_radius R``.
+            no logit exceeds ``head_radius R``. None for no ball, which asks for l2 > 0.
         feature_norm: R > 0. Features, with the constant one of the bias, are shortened to it.
         expected_batch_size: average number of records of a step.
         num_steps: T >= 1.
@@ -56,7 +56,7 @@ class HeadConfig:
         DPConfigError: for values out of range, or none or both of epsilon and noise.
     """
 
-    head_radius: float
+    head_radius: float | None
     feature_norm: float
     expected_batch_size: int
     num_steps: int
@@ -70,18 +70,22 @@ class HeadConfig:
     has_bias: bool = True
 
     def __post_init__(self) -> None:
-        for name, why in (
-            ("head_radius", "without a bounded domain the privacy loss grows with every step"),
-            ("feature_norm", "it bounds the gradient of a record"),
-        ):
-            if getattr(self, name) is None:
-                raise DPConfigError(f"There is no {name}: {why}. Give --{name} a public number > 0.")
+        if self.feature_norm is None:
+            raise DPConfigError(
+                "There is no feature_norm, which bounds the gradient of a record. Give --feature_norm a public number "
+                "> 0."
+            )
+        if self.head_radius is None and not self.l2:
+            raise DPConfigError(
+                "There is no head_radius: without a bounded domain the privacy loss grows with every step, unless the "
+                "loss is strongly convex. Give --head_radius a public number > 0, or --l2."
+            )
         check_positive(
             head_radius=self.head_radius, feature_norm=self.feature_norm, target_epsilon=self.target_epsilon,
             learning_rate=self.learning_rate,
         )  # fmt: skip
         for name, value in (("head_radius", self.head_radius), ("feature_norm", self.feature_norm)):
-            if not SMALLEST_NORM <= value <= LARGEST_NORM:
+            if value is not None and not SMALLEST_NORM <= value <= LARGEST_NORM:
                 raise DPConfigError(
                     f"{name}={value:g} is outside {SMALLEST_NORM:g} to {LARGEST_NORM:g}, between which its squares "
                     "are exact. 1 to 100 is usual."
@@ -132,7 +136,7 @@ class HeadConfig:
             expected_batch_size=self.expected_batch_size,
             num_steps=self.num_steps,
             noise_multiplier=noise_multiplier,
-            diameter=2 * self.head_radius,
+            diameter=math.inf if self.head_radius is None else 2 * self.head_radius,
             lipschitz=self.lipschitz,
             smoothness=self.smoothness,
             step_size=self.step_size,
@@ -194,9 +198,10 @@ class HeadPlan:
         """Number of steps after which further ones are free; None if none are: step size decays, or no noise."""
         return None if self.config.decay or not self.is_private else plateau(self.sgd, self.delta)
 
-    def noise_over_radius(self, num_weights: int) -> float:
-        """Radii that noise alone would move K x D weights; above `MAX_NOISE_RADII` it fills the ball."""
-        return self.sgd.noise_norm(num_weights) / self.config.head_radius
+    def noise_over_radius(self, num_weights: int) -> float | None:
+        """Radii that noise alone would move K x D weights, above `MAX_NOISE_RADII` it fills the ball; None without."""
+        radius = self.config.head_radius
+        return None if radius is None else self.sgd.noise_norm(num_weights) / radius
 
     def public_dict(self) -> dict[str, Any]:
         """Everything that may be published, JSON-able."""
@@ -216,6 +221,7 @@ class HeadPlan:
             "has_bias": self.config.has_bias,
             "target_epsilon": self.config.target_epsilon,
             **dataclasses.asdict(self.sgd),
+            "diameter": None if self.config.head_radius is None else self.sgd.diameter,
         }
 
 

@@ -310,7 +310,8 @@ class ProjectedDescent:
         config = self._config
         size = config.step_size * step**-config.decay
         gradient = released / config.expected_batch_size + config.l2 * self.weights
-        self.weights = projected(self.weights - size * gradient, config.head_radius)
+        moved = self.weights - size * gradient
+        self.weights = moved if config.head_radius is None else projected(moved, config.head_radius)
 
     def state_dict(self) -> dict[str, Any]:
         """State that a killed run goes on from."""

@@ -5,7 +5,8 @@ Projected noisy SGD, ``w_{t+1} = Proj_K[w_t - eta_t (sum_{i in B_t} grad f_i(w_t
 the last step may leave; every other iterate, and whatever was measured on one, must stay secret.
 
 The argument (Feldman et al. 2018, arXiv:1808.06651; Altschuler and Talwar 2022, arXiv:2205.13710): two runs that
-differ in a record are at most D apart R steps before the end. Of the noise of each of these steps, a share theta
+differ in a record are at most D apart R steps before the end, or, for strongly convex losses in no ball at all, as far
+as `ProjectedSGD.distance` says. Of the noise of each of these steps, a share theta
 hides that distance, which contractive steps never enlarge, and the rest hides the record where it is sampled. So the
 last iterate costs no more than R sampled Gaussian mechanisms and one Gaussian mechanism, whatever came before.
 
@@ -64,7 +65,7 @@ class ProjectedSGD:
         expected_batch_size: b, by which sums are divided; records are sampled with probability b / n.
         num_steps: T >= 1.
         noise_multiplier: stddev of the noise on the SUM of a batch's gradients, over L; so sigma is this ``L / b``.
-        diameter: D of the domain, > 0; twice the radius of a ball.
+        diameter: D of the domain, > 0; twice the radius of a ball, or infinity without one, which asks for l2 > 0.
         lipschitz: L, the largest norm of a record's gradient on the domain, > 0.
         smoothness: M, the largest eigenvalue of a record's Hessian, > 0.
         step_size: eta of the first step, > 0.
@@ -92,6 +93,8 @@ class ProjectedSGD:
             check_count(name, getattr(self, name))
         check_noise_multiplier(self.noise_multiplier)
         for name in ("diameter", "lipschitz", "smoothness", "step_size"):
+            if name == "diameter" and self.diameter == math.inf and self.l2:
+                continue
             check_real(name, getattr(self, name), "a number > 0")
             if not 0 < getattr(self, name) < math.inf:
                 raise DPConfigError(f"{name}={getattr(self, name)} is no number > 0. Use one.")
@@ -117,6 +120,17 @@ class ProjectedSGD:
         return self.expected_batch_size / self.num_examples
 
     @property
+    def distance(self) -> float:
+        """Largest distance of two runs that differ in a record: D, or ``L / (b l2)`` without a ball (Remark 5.2).
+
+        With the same noise and the same other records, a step shrinks it to ``1 - eta_t l2`` of what it was, and the
+        record adds ``eta_t L / b`` at most; so it never leaves ``[0, L / (b l2)]``, in which it begins.
+        """
+        if self.diameter < math.inf:
+            return self.diameter
+        return self.lipschitz / (self.expected_batch_size * self.l2)
+
+    @property
     def largest_batch(self) -> int:
         """Largest batch with which a step at the first step size is a contraction."""
         room = (2 / self.step_size - 2 * self.l2) / self.smoothness
@@ -134,7 +148,7 @@ class ProjectedSGD:
             horizons: (N,), whole numbers between 1 and `num_steps`.
         """
         contraction, reach = self._reach(horizons)
-        return contraction * (self.diameter / self.step_size) ** 2 / reach
+        return contraction * (self.distance / self.step_size) ** 2 / reach
 
     def noise_norm(self, num_weights: int) -> float:
         """Norm that the noise alone would give so many weights in all steps, root mean square and without a ball.
@@ -320,10 +334,11 @@ def _check_oversized(run: ProjectedSGD, horizon: int, delta: float) -> None:
     """Whether another record's batch is too large has the same law on both datasets, so it may be revealed.
 
     Where none of the last R batches is, the bound holds; R P[Binomial(n, q) >= largest_batch] of delta pays for the
-    rest. The record itself may be one more.
+    rest. The record itself may be one more. Without a ball all T steps have to contract.
     """
+    num_steps = horizon if run.diameter < math.inf else run.num_steps
     log_chance = float(stats.binom.logsf(run.largest_batch - 1, run.num_examples, run.sample_rate))
-    log_cost = math.log(horizon) + log_chance
+    log_cost = math.log(num_steps) + log_chance
     if log_cost > math.log(OVERSIZED_SHARE * delta):
         raise DPConfigError(
             f"With step_size={run.step_size:g}, batches of more than {run.largest_batch} records make no contraction, "

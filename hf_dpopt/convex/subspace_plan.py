@@ -46,6 +46,7 @@ class SubspaceHeadConfig(HeadConfig):
         the iterates after each step; V is refreshed every `refresh_every` steps, and S keeps what both bases see.
     """
 
+    head_radius: float  # the projection is one to this ball
     rank: int = 16
     refresh_every: int = 20
     eps: float = 1e-8

@@ -354,7 +354,9 @@ class EngineOptions:
 class HeadOptions:
     """Convex head: in `HeadTrainingArguments` and `hf-dpopt plan-head` only."""
 
-    head_radius: float | None = option(None, "Radius of the ball that the weights of the head stay in. Public.")
+    head_radius: float | None = option(
+        None, "Radius of the ball that the weights of the head stay in, needed without l2. Public."
+    )
     feature_norm: float | None = option(
         None, "Norm that features are shortened to. Public: sqrt(hidden size) after a tanh."
     )

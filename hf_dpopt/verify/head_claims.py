@@ -93,7 +93,11 @@ def check_geometry(report: Report) -> str:
     follows = {"lipschitz": math.sqrt(2) * norm}
     is_last = "algorithm" not in fields.content  # else all iterates of a head in a subspace are released
     if is_last:
-        follows |= {"smoothness": norm**2 / 2, "diameter": 2 * fields.positive("head_radius")}
+        follows["smoothness"] = norm**2 / 2
+        if fields.has("head_radius"):
+            follows["diameter"] = 2 * fields.positive("head_radius")
+        else:
+            fields.positive("l2")  # without a ball, only this keeps two runs together
     for name, value in follows.items():
         if not math.isclose(fields.positive(name), value, rel_tol=SAME):
             raise Contradiction(f"{name} is {fields.positive(name):g}, and {value:g} follows from the norms")
@@ -130,9 +134,12 @@ def _shift(fields: Fields, horizon: int, share: float) -> float:
     steps, l2, decay = fields.count("num_steps"), fields.number("l2"), fields.number("decay")
     eta = fields.positive("step_size") * np.arange(steps, steps - horizon, -1, dtype=float) ** -decay
     kept = np.concatenate([[1.0], np.cumprod(1 - eta * l2)])
-    distance = float(kept[-1]) * fields.positive("diameter")
+    batch, lipschitz = fields.count("expected_batch_size"), fields.positive("lipschitz")
+    # without a ball: what a record adds to the distance in a step, and a step takes from it, are equal there
+    apart = fields.positive("diameter") if fields.has("head_radius") else lipschitz / (batch * fields.positive("l2"))
+    distance = float(kept[-1]) * apart
     reach = math.sqrt(float(((kept[:-1] * eta) ** 2).sum()))
-    noise = fields.positive("noise_multiplier") * fields.positive("lipschitz") / fields.count("expected_batch_size")
+    noise = fields.positive("noise_multiplier") * lipschitz / batch
     return max(distance / (reach * noise * math.sqrt(share)), 1e-12)
 
 
@@ -140,7 +147,8 @@ def _check_oversized(fields: Fields, horizon: int, q: float) -> None:
     """Batches that are too large for a contraction are paid for by a part of delta."""
     room = (2 / fields.positive("step_size") - 2 * fields.number("l2")) / fields.positive("smoothness")
     largest = math.floor(fields.count("expected_batch_size") * room * (1 + 1e-12))
-    chance = horizon * float(stats.binom.sf(largest - 1, fields.count("num_examples"), q))
+    steps = horizon if fields.has("head_radius") else fields.count("num_steps")
+    chance = steps * float(stats.binom.sf(largest - 1, fields.count("num_examples"), q))
     if chance > SHARE * fields.positive("delta") * (1 + 1e-6):
         raise Contradiction(f"batches above {largest} make no contraction, and cost {chance:.2g} of delta")
 

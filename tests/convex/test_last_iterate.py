@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent, get_epsilon_gaussian
 from scipy import stats
 
 from hf_dpopt.accounting import accountants
@@ -82,6 +82,27 @@ def test_strongly_convex_as_printed(contraction, paper, optimal):
     assert epsilon(LastShift(**vars(setting)), form="rdp") == pytest.approx(paper, rel=0.01)
     assert epsilon(setting, form="rdp") == pytest.approx(optimal, rel=0.01)
     assert epsilon(setting) < epsilon(setting, form="rdp")
+
+
+@pytest.mark.parametrize("l2, noise, num_steps", [(0.5, 8.0, 1), (0.5, 8.0, 50), (0.1, 8.0, 400), (0.02, 4.0, 3000)])
+def test_strongly_convex_losses_need_no_ball(l2, noise, num_steps):
+    """Remark 5.2. In the worst case, a gradient of L in every step, the last iterate is one Gaussian mechanism."""
+    setting = run(
+        noise, math.inf, num_steps=num_steps, num_examples=100, expected_batch_size=100, smoothness=1e-3, l2=l2
+    )  # fmt: skip
+    kept = (1 - l2) ** np.arange(num_steps)
+    apart = kept.sum() / 100  # eta L / b in every step, of which later steps leave a part
+    assert apart <= setting.distance == pytest.approx(1 / (100 * l2))
+    exact = get_epsilon_gaussian(noise / 100 * math.sqrt((kept**2).sum()) / apart, DELTA)
+    assert exact * (1 - 1e-6) <= epsilon(setting) <= 1.15 * exact
+
+
+def test_without_a_ball_batches_of_all_steps_have_to_contract():
+    """One that is too large may lead two runs apart, whenever it comes; in a ball only the last R steps count."""
+    assert epsilon(run(diameter=0.1, smoothness=1.0, l2=0.1)) > 0
+    assert epsilon(run(diameter=math.inf, smoothness=1.0, l2=0.1, num_steps=1000)) > 0
+    with pytest.raises(DPConfigError, match="not rare enough"):
+        epsilon(run(diameter=math.inf, smoothness=1.0, l2=0.1))
 
 
 @pytest.mark.parametrize("num_steps", [1, 10, 100, 1000, 3000])

@@ -16,6 +16,7 @@ from hf_dpopt.randomness.cipher import make_noise_source
 from tests.adversary import forging
 from tests.convex.heads import H, K, N, begin, clipped, data, run
 from tests.convex.heads import plain as config
+from tests.verify.forging import Folder
 
 ALPHA = 1e-6  # false alarms, whatever the key
 
@@ -95,9 +96,19 @@ def test_a_step_is_a_contraction_up_to_the_largest_batch(l2):
 
 
 @pytest.mark.slow_but(1)
-@pytest.mark.parametrize("changes", [{}, {"l2": 0.1}, {"decay": 0.5}, {"has_bias": False}, {"noise_multiplier": 0.0}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"l2": 0.1},
+        {"decay": 0.5},
+        {"has_bias": False},
+        {"noise_multiplier": 0.0},
+        {"head_radius": None, "l2": 0.1},
+    ],
+)
 def test_a_run_equals_a_slow_loop(tmp_path, keys, changes):
-    asked = config(head_radius=0.5, **changes)
+    asked = config(**{"head_radius": 0.5, **changes})
     made, weights = run(tmp_path, asked)
     features, labels = clipped(asked)
     features = features.double()
@@ -112,7 +123,7 @@ def test_a_run_equals_a_slow_loop(tmp_path, keys, changes):
         noise = source.normal(slow.shape, step=step, tensor=0).double()
         gradient += asked.noise_multiplier * math.sqrt(2) * 2.0 * noise
         slow -= asked.step_size * step**-asked.decay * (gradient / 60 + asked.l2 * slow)
-        slow *= min(1.0, 0.5 / float(slow.norm()))
+        slow *= min(1.0, (asked.head_radius or math.inf) / float(slow.norm()))
     torch.testing.assert_close(weights.double(), slow, rtol=1e-4, atol=1e-5)
 
 
@@ -205,6 +216,19 @@ def test_the_statement_says_final_weights_only_in_its_first_line(tmp_path):
     assert "NOT PRIVATE" in (tmp_path / "off/out/privacy/statement.md").read_text().splitlines()[0]
 
 
+def test_a_head_without_a_ball_is_stated_and_verified(tmp_path):
+    """Of a strongly convex loss; without l2 nothing keeps two runs together."""
+    made, _ = run(tmp_path, config(head_radius=None, l2=0.5, num_steps=300, noise_multiplier=8.0))
+    assert made.plan.spent.horizon is not None and made.plan.noise_over_radius(7) is None
+    assert "ball" not in (tmp_path / "out/privacy/statement.md").read_text()
+    folder = Folder(tmp_path / "out", tmp_path / "forged")
+    assert not folder.failed() and folder.report["diameter"] is folder.report["head_radius"] is None
+    folder.claim(0.95 * made.plan.epsilon())
+    assert folder.failed() == {"epsilon of the release"}
+    folder.edit_plan(lambda plan: plan.update(l2=0.0))
+    assert "geometry" in folder.failed()
+
+
 # --- refusals ---
 
 
@@ -224,7 +248,7 @@ def test_features_that_are_too_long_and_labels_that_are_none_are_refused(tmp_pat
 @pytest.mark.parametrize(
     "changes, match",
     [
-        ({"head_radius": None}, "Give --head_radius"),
+        ({"head_radius": None}, "Give --head_radius a public number > 0, or --l2"),
         ({"feature_norm": None}, "Give --feature_norm"),
         ({"head_radius": 0.0}, "head_radius"),
         ({"learning_rate": 1.01}, r"above 2 / \(M \+ 2 l2\) = 1\b"),  # R = 2: M = 2

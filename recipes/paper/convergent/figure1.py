@@ -27,7 +27,7 @@ class LastShift(ProjectedSGD):
     """The paper's own allocation: the whole shift in the last step, Eq. (5.3)."""
 
     def shift_costs(self, horizons: np.ndarray) -> np.ndarray:
-        return (1 - self.step_size * self.l2) ** (2 * horizons) * (self.diameter / self.step_size) ** 2
+        return (1 - self.step_size * self.l2) ** (2 * horizons) * (self.distance / self.step_size) ** 2
 
 
 def setting(radius: float, num_steps: int, l2: float = 0.0, kind: type[ProjectedSGD] = ProjectedSGD) -> ProjectedSGD:
