@@ -115,7 +115,12 @@ class HeadRun:
                 mechanism.
             DPBudgetExceeded: if the run recorded there has ended.
         """
-        self._check(features, labels, num_labels)
+        self._check_values(features, labels, num_labels)
+        if len(features) != self.plan.num_examples:
+            raise DPConfigError(
+                f"The plan is for {self.plan.num_examples} records; there are {len(features)} rows of features and "
+                f"{len(labels)} labels. Make the plan for the records that are trained on."
+            )
         descent = self._start(num_labels, features, public)
         # a copy of this folder that shares the key would train other records with its noise: one process at a time
         with self._log() as log:
@@ -235,14 +240,6 @@ class HeadRun:
             if time.monotonic() - saved > SAVE_EVERY:
                 state.save(step, descent.state_dict())
                 saved = time.monotonic()
-
-    def _check(self, features: torch.Tensor, labels: torch.Tensor, num_labels: int) -> None:
-        self._check_values(features, labels, num_labels)
-        if len(features) != self.plan.num_examples:
-            raise DPConfigError(
-                f"The plan is for {self.plan.num_examples} records; there are {len(features)} rows of features and "
-                f"{len(labels)} labels. Make the plan for the records that are trained on."
-            )
 
     def _check_values(self, features: torch.Tensor, labels: torch.Tensor, num_labels: int, whose: str = "") -> None:
         for name, value in (("features", features), ("labels", labels)):

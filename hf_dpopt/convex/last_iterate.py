@@ -370,15 +370,15 @@ def _renyi_epsilon(step: tuple[float, ...], num_steps: int, squared_mean: float,
 
 def _by_renyi(run: ProjectedSGD, delta: float) -> tuple[float, int, float]:
     """Eq. (3.6): least epsilon over horizon and share, and where it is attained."""
-    best = _least(run, delta, _horizons(1, run.num_steps), SHARES)
+    best = _least(run, delta, _horizons(1, run.num_steps, HORIZONS), SHARES)
     step = SHARES[1] - SHARES[0]
     around = np.clip(np.linspace(best[2] - step, best[2] + step, 9), 1e-3, 1 - 1e-3)
-    return min(best, _least(run, delta, _horizons(best[1] / 1.2, best[1] * 1.2, run), around))
+    near = _horizons(max(1, best[1] / 1.2), min(best[1] * 1.2, run.num_steps), 40)
+    return min(best, _least(run, delta, near, around))
 
 
-def _horizons(first: float, last: float, run: ProjectedSGD | None = None) -> np.ndarray:
-    last = last if run is None else min(last, run.num_steps)
-    return np.unique(np.geomspace(max(1, first), last, HORIZONS if run is None else 40).round().astype(np.int64))
+def _horizons(first: float, last: float, num: int) -> np.ndarray:
+    return np.unique(np.geomspace(first, last, num).round().astype(np.int64))
 
 
 def _least(run: ProjectedSGD, delta: float, horizons: np.ndarray, shares: np.ndarray) -> tuple[float, int, float]:

@@ -5,12 +5,11 @@ An audit is of the state of the ledger that it names. After further steps it is 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_dpopt.common.durable import read_whole, write_durably
+from hf_dpopt.common.durable import read_whole
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.json_text import parse_json
 from hf_dpopt.report.facts import RunFacts
@@ -19,21 +18,6 @@ from hf_dpopt.report.statement import fill_joined
 AUDIT = "audit.json"
 INSTALLATION, CANARIES = "installation", "canaries"  # kinds of audits, one of each
 QUOTED = {INSTALLATION: "independent", CANARIES: "one_run"}  # the bound that stands in the statement
-
-
-def write_audit(folder: Path, kind: str, found: Mapping[str, Any]) -> None:
-    """Write an audit beside the report, over an earlier one of its kind.
-
-    Args:
-        folder: the folder `privacy` of a run.
-        kind: `INSTALLATION` or `CANARIES`.
-        found: what the section prints, and more: plain values that may be published.
-
-    Raises:
-        DPConfigError: for a file there that no audit wrote.
-    """
-    content = read_audits(folder) | {kind: dict(found)}
-    write_durably(folder / AUDIT, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode(), mode=0o644)
 
 
 def read_audits(folder: Path) -> dict[str, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,7 +51,7 @@ def add_audit(output_dir: str | os.PathLike[str], kind: str, found: Mapping[str,
 
     Args:
         output_dir: folder of the run.
-        kind: `audits.INSTALLATION` or `audits.CANARIES`.
+        kind: `audits.INSTALLATION` or `audits.CANARIES`; an earlier audit of its kind is replaced.
         found: plain values that may be published; the state of the ledger is added.
 
     Returns:
@@ -60,7 +61,9 @@ def add_audit(output_dir: str | os.PathLike[str], kind: str, found: Mapping[str,
         DPConfigError: if there is no report, or a file of audits that was damaged.
     """
     folder, facts = Path(output_dir) / FOLDER, read_report(output_dir)
-    audits.write_audit(folder, kind, dict(found) | {"ledger_digest": facts.ledger_digest})
+    content = audits.read_audits(folder) | {kind: {**found, "ledger_digest": facts.ledger_digest}}
+    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+    write_durably(folder / audits.AUDIT, text.encode(), mode=0o644)
     write_durably(folder / STATEMENT, statement_in(folder, facts).encode(), mode=0o644)
     return folder / audits.AUDIT
 
