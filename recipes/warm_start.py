@@ -134,7 +134,6 @@ def start_head(model: PreTrainedModel, records: Any, collate: Any, args: DPTrain
     """Train the head as `warm_start` does, and let the run of `args` that follows count it."""
     head_run, before = warm_start(model, records, collate, args, epsilon), args.earlier_runs or []
     args.earlier_runs = [*([before] if isinstance(before, str) else before), head_run]
-    args.trained_head = True
 
 
 def warm_start(model: PreTrainedModel, records: Any, collate: Any, args: DPTrainingArguments, epsilon: float) -> str:
@@ -263,7 +262,6 @@ def _arguments(
         target_epsilon=epsilon,
         earlier_runs=None,  # the run that follows counts them, and this one
         advisor="none",
-        trained_head=False,
         num_train_epochs=HEAD_PASSES,
         max_steps=-1,
         per_device_train_batch_size=min(advice.batch, 4096),

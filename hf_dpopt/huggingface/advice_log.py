@@ -14,7 +14,7 @@ from typing import Any
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
-from hf_dpopt.huggingface.advisor import TRAINED_HEAD, Advised, Trained
+from hf_dpopt.huggingface.advisor import Advised, Trained
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.workload import is_adaptive, mean_step_size
@@ -88,7 +88,7 @@ def _outlook(plan: PrivacyPlan, inputs: TrainerInputs, advised: Advised, trained
         trained.kind,
         size=trained.size,
         is_adaptive=is_adaptive(inputs),
-        has_trained_head=trained.starts_trained or plan.advised.get(TRAINED_HEAD, False),
+        has_trained_head=trained.starts_trained or bool(plan.earlier),
         reach=reach,
         advised_reach=usual,
     )

@@ -27,7 +27,6 @@ from hf_dpopt.plan.plan import PrivacyPlan
 TUNED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "dp_adamw")  # that the advised learning rates are for
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForMultipleChoice", "ForQuestionAnswering")
 POISSON = ("auto", "truncated_poisson", "poisson")  # samplers that the advised batches are for
-TRAINED_HEAD = "trained_head"  # the option, and its entry in `PrivacyPlan.advised`
 REPLACED = ("expected_batch_size", "learning_rate")  # by `advisor="all"`, whatever they are
 KEPT = "_chosen_by_advisor"  # attribute of arguments: option -> value that the advisor set
 
@@ -90,8 +89,7 @@ class Advised:
 
     Attributes:
         chosen: options that were open -> values for them.
-        recorded: all that was ever chosen for the run, and a trained head if one was declared, which the plan notes
-            down.
+        recorded: all that was ever chosen for the run, which the plan notes down.
         advice: what is advised, with everything open, and for what; None where nothing is advised.
     """
 
@@ -139,11 +137,11 @@ def ask_advisor(
             open_ = (*open_, "expected_batch_size")  # whatever is asked for now, the run has this batch
         return Advised({name: before[name] for name in open_ if name in before}, before)
     if args.target_epsilon is None:
-        return Advised(recorded=_declared(args))
+        return Advised()
     try:
         return _advised(args, trained, num_units=num_units, batch=batch, batch_stays=batch_stays)
     except DPConfigError:  # of values out of range the plan knows more to say, and a budget may be beyond advice
-        return Advised(recorded=_declared(args))
+        return Advised()
 
 
 def ask_again(advised: Advised, inputs: TrainerInputs, plan: PrivacyPlan) -> Advised:
@@ -179,7 +177,6 @@ def read_advised(recorded: Mapping[str, Any]) -> dict[str, Any]:
         "expected_batch_size": lambda value: type(value) is int and value >= 1,
         "learning_rate": lambda value: type(value) in (int, float) and 0 < value < math.inf,
         "warmup_steps": lambda value: type(value) in (int, float) and 0 <= value < math.inf,
-        TRAINED_HEAD: lambda value: value is True,
     }
     if not isinstance(recorded, Mapping) or any(
         name not in is_right or not is_right[name](value) for name, value in recorded.items()
@@ -207,11 +204,7 @@ def _advised(args: DPTrainingArguments, trained: Trained, *, num_units: int, bat
         rate = float(f"{linear / share * rate:.1e}")
     values["learning_rate"] = rate
     chosen = {name: values[name] for name in open_}
-    return Advised(chosen, {**chosen, **_declared(args)}, advice)
-
-
-def _declared(args: DPTrainingArguments) -> dict[str, Any]:
-    return {TRAINED_HEAD: True} if args.trained_head else {}
+    return Advised(chosen, chosen, advice)
 
 
 def _open_options(args: DPTrainingArguments, trained: Trained) -> tuple[str, ...]:
@@ -246,6 +239,6 @@ def _job(args: DPTrainingArguments, trained: Trained, *, num_units: int, batch: 
         passes=args.num_train_epochs if args.max_steps <= 0 else args.max_steps * batch / num_units,
         kind=trained.kind,
         objective=trained.objective,
-        has_trained_head=args.trained_head or trained.starts_trained,
+        has_trained_head=bool(args.earlier_runs) or trained.starts_trained,
         **({} if trained.size is None else {"model_size": trained.size}),
     )

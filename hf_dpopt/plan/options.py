@@ -215,10 +215,6 @@ class AdvisorOptions:
         "default values; all replaces batch and learning rate whatever they are; none leaves them: docs/choosing.md.",
         choices=("auto", "all", "none"),
     )
-    trained_head: bool = option(
-        False,
-        "Declare that the head was trained before (on public records, or in earlier_runs), for the advisor.",
-    )
 
 
 @dataclass

@@ -64,7 +64,7 @@ class Outlook:
         run_noise: stddev of the mean of the noise over all steps, likewise.
         signal: declared size of a coordinate of the mean clipped gradient.
         is_adaptive: whether the optimizer divides by a second moment, which noise fills that is taken back later.
-        has_trained_head: whether the head was trained before this run, as far as was declared or its kind tells.
+        has_trained_head: whether the head was trained before this run: in an earlier one, or as a language model's.
         reach: sum of the learning rates; None where it says nothing (SGD, whose steps have the size of the gradient).
         advised_reach: the same with the learning rate that is advised.
     """

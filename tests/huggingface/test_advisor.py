@@ -130,7 +130,7 @@ def test_users_are_counted_not_their_records(tmp_path):
 @pytest.mark.parametrize(
     "written",
     [[], {"learning_rate": "fast"}, {"learning_rate": -1.0}, {"learning_rate": float("nan")},
-     {"warmup_steps": None}, {"trained_head": "yes"}, {"trained_head": False}, {"expected_batch_size": 0}, {"expected_batch_size": True}, {"optim": "sgd"}],
+     {"warmup_steps": None}, {"trained_head": True}, {"expected_batch_size": 0}, {"expected_batch_size": True}, {"optim": "sgd"}],
     ids=str,
 )  # fmt: skip
 def test_advised_options_that_no_run_wrote_are_refused(written):
@@ -239,6 +239,20 @@ def test_all_replaces_both_batch_and_rate(tmp_path, log, typed):
     assert not any("that was chosen" in line for line in log())
     again = trainer(tmp_path / "b", **big(advisor="all", **typed))  # a resumed run keeps them
     assert again.plan.advised == made.plan.advised and again.plan.num_steps == made.plan.num_steps
+
+
+def test_the_log_takes_the_head_of_an_earlier_run_for_trained(tmp_path, log, monkeypatch):
+    monkeypatch.setattr(
+        module, "outlook_of",
+        lambda plan, kind, **kwargs: advice.Outlook(
+            num_steps=40, noise=4e-4, run_noise=4e-4 / 40**0.5, signal=5e-4,
+            has_trained_head=kwargs["has_trained_head"],
+        ),
+    )  # fmt: skip
+    trainer(tmp_path / "head", **big(target_epsilon=2.0, num_train_epochs=1.0)).train()
+    assert not any("(on a trained head)" in line for line in log())
+    trainer(tmp_path / "all", **big(earlier_runs=[str(tmp_path / "head")])).train()
+    assert any("(on a trained head)" in line for line in log())
 
 
 def test_long_correlated_noise_is_announced_without_its_error(tmp_path, log, monkeypatch):

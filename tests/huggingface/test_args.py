@@ -51,7 +51,6 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "average_iterate": ("tail", "tail"),
     "ball_radius": ("2.5", 2.5),
     "noise_rng": ("fast", "fast"),
-    "trained_head": ("True", True),
     "private_state_dir": ("/secret/place", "/secret/place"),
     "journal_limit": ("0.5", 0.5),
     "log_unprivatized": ("True", True),
