@@ -101,7 +101,8 @@ def refuse_without_batch(ctx: typer.Context) -> None:
         DPConfigError: if any were typed.
     """
     flags = [one for one in ctx.command.params if one.name not in ADVISED]
-    planning = [one.opts[-1] for one in flags if ctx.get_parameter_source(str(one.name)).name == "COMMANDLINE"]
+    sources = {one.opts[-1]: ctx.get_parameter_source(str(one.name)) for one in flags}
+    planning = [flag for flag, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     if planning:
         raise DPConfigError(
             f"{', '.join(planning)} plans a run, which needs a batch: add --batch 1024. Without them, --epsilon 8 "

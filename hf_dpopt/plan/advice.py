@@ -34,7 +34,7 @@ from hf_dpopt.accounting.rough import rough_noise_multiplier
 from hf_dpopt.common.checks import check_choice, check_count, check_real
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.plan.outlook import SIGNAL, Kind, Objective, Outlook, signal_of
-from hf_dpopt.plan.size_limits import check_delta
+from hf_dpopt.plan.size_limits import check_delta, steps_of
 
 # Peak learning rates of AdamW at `REFERENCE_SIZE` weights and `REFERENCE_STEPS` steps: tuned by hand on SST-2 (MiniLM)
 # and E2E (a GPT-2 of 5.3 million weights), docs/results.md; and at other sizes near those of arXiv:2110.05679.
@@ -120,7 +120,7 @@ class TrainingJob:
 
     def steps_of(self, batch: int) -> int:
         """Optimizer steps of the passes in batches of this size, counted as the Trainer does."""
-        return math.ceil(self.passes * -(-self.num_units // batch))
+        return steps_of(self.passes, self.num_units, batch)
 
     def outlook(self, batch: int, *, noise_multiplier: float | None = None) -> Outlook:
         """Outlook of the run in batches of this size with independent noise, a rough one where none is given."""
