@@ -55,7 +55,8 @@ def _check_is_the_models_own_loss(losses: RecordLosses, row: Batch, tolerance: f
     """Refuse heads whose loss differs from what their name says: labels that are not shifted, further terms."""
     if losses.kind == "custom":
         return
-    config, labels = base_model(losses.model).config, row.get("labels")
+    config = base_model(losses.model).config
+    labels: Any = row.get("labels")
     before = getattr(config, "problem_type", None)  # the model writes what it infers into its config
     if losses.kind == "ForSequenceClassification" and problem_type(losses.model, labels) in PREDICTS_NUMBERS:
         row = {**row, "labels": labels.to(next(losses.model.parameters()).dtype)}
