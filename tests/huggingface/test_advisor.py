@@ -157,22 +157,6 @@ def test_nothing_is_set_by_a_trainer_that_could_not_be_made(tmp_path):
     assert args.expected_batch_size is None and args.learning_rate == 5e-5
 
 
-def test_a_model_that_the_trainer_loads_gets_its_learning_rate_too(tmp_path):
-    made = trainer(tmp_path / "a", **big(model_init=lambda: model(), expected_batch_size=100))
-    given = trainer(
-        tmp_path / "b", **big(expected_batch_size=100)
-    )  # without a size, a batch is advised as for a large one
-    assert made.plan.advised == given.plan.advised and "learning_rate" in made.plan.advised
-    assert made.args.learning_rate == given.args.learning_rate
-    assert made.plan.epsilon() == given.plan.epsilon()
-
-
-def test_the_first_step_of_a_short_run_moves(tmp_path):
-    """6 % of a few steps would be a single warm-up step, of rate 0."""
-    made = trainer(tmp_path, **big())
-    assert made.plan.num_steps < 33 and made.args.warmup_steps == 0
-
-
 @pytest.mark.parametrize(
     "flags",
     [

@@ -95,16 +95,6 @@ def test_an_epoch_shows_every_record_once_and_no_draw_shows_one_twice():
     assert len(orders) == 4
 
 
-def test_seeds_order_differently_and_the_same_seed_alike():
-    def asked(seed):
-        public, seen = _watched(tiny.model(), seed=seed)
-        public.per_record(10)
-        return seen.asked
-
-    assert asked(0) == asked(0)
-    assert asked(0) != asked(1)
-
-
 def test_the_model_and_the_generators_are_left_as_they_were():
     model = tiny.model(dropout=0.3).train()
     model.bert.embeddings.eval()  # a part that was put into evaluation mode stays there
@@ -122,31 +112,6 @@ def test_the_model_and_the_generators_are_left_as_they_were():
     assert modes == [m.training for m in model.modules()]
     for name, p in model.named_parameters():
         assert (p.grad == 7.0).all() and torch.equal(p, before[name]) and p.requires_grad
-
-
-def test_the_modes_come_back_after_an_error():
-    model = tiny.model().train()
-    public = PublicGradients(model, lambda batch: 1 / 0, tiny.records(4), tiny.collate, batch_size=2)
-    with pytest.raises(ZeroDivisionError):
-        public.mean()
-    assert all(m.training for m in model.modules())
-
-
-def test_a_masking_collator_follows_the_public_seed():
-    def masked(rows):
-        batch = tiny.collate(rows)
-        batch["input_ids"] = torch.where(torch.rand(batch["input_ids"].shape) < 0.5, 1, batch["input_ids"])
-        return batch
-
-    def gradients(global_seed, seed=0):
-        model = tiny.model()
-        torch.manual_seed(global_seed)
-        return PublicGradients(model, RecordLosses(model), tiny.records(8), masked, batch_size=8, seed=seed).mean()[
-            "classifier.weight"
-        ]
-
-    assert torch.equal(gradients(1), gradients(2))
-    assert not torch.equal(gradients(1), gradients(1, seed=1))
 
 
 def test_resume_is_bit_exact():

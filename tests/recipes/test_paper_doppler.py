@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from hf_dpopt.postprocess.low_pass import LowPassFilter
-from recipes.paper import runs
 from recipes.paper.doppler import filters, task, training
 
 pytestmark = pytest.mark.slow
@@ -77,21 +75,6 @@ def test_a_run_releases_noisy_gradients_and_filters_them(data: task.Data, low_pa
 
 
 # --- rates and cells ---
-
-
-@pytest.mark.parametrize("peak", [-3, 0, 1, 4])
-def test_climbing_ends_at_the_maximum(peak: int) -> None:
-    asked: list[float] = []
-
-    def score(rate: float) -> float:
-        asked.append(rate)
-        return -abs(math.log2(rate / 0.3) - peak)
-
-    tried = runs.climb(score, 0.3)
-    assert max(tried, key=lambda rate: tried[rate]) == pytest.approx(0.3 * 2.0**peak)
-    assert {0.3 * 2.0 ** (peak - 1), 0.3 * 2.0 ** (peak + 1)} <= set(tried), "a worse rate on both sides"
-    assert sorted(asked) == sorted(tried), "no rate twice"
-    assert len(runs.climb(lambda rate: rate, 1.0)) == runs.MAX_RATES
 
 
 # --- what filters do ---

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, BertModel, GPT2Config, GPT2Model
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_dpopt import DPConfigError
 from recipes.glue import ModelArguments
@@ -70,12 +67,6 @@ def test_what_was_saved_loads_without_this_repository(tmp_path):
     assert (tmp_path / "pooled_model.py").exists()
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path, trust_remote_code=True).eval()
     torch.testing.assert_close(loaded(IDS_BT, TEXT_BT).logits, model(IDS_BT, TEXT_BT).logits)
-
-
-def test_it_never_loads_as_an_encoder_with_a_new_head(saved):
-    stored = json.loads((saved[0] / "config.json").read_text())
-    assert stored["model_type"] not in CONFIG_MAPPING_NAMES, "a name that transformers knows needs no trust"
-    assert set(stored["auto_map"]) == {"AutoConfig", "AutoModelForSequenceClassification"}
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import BertConfig, BertForSequenceClassification, BertModel
 
-from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, DPTrainingArguments
+from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
 from recipes import warm_start as module
 from recipes.pooled_model import PooledConfig, PooledForSequenceClassification
 from recipes.warm_start import warm_start
@@ -157,15 +157,6 @@ def test_features_are_not_kept_where_they_would_be_published(tmp_path):
     with pytest.raises(DPConfigError, match="overlap|inside|lies in"):
         warm_start(classifier(), records(), collate, args, 2.0)
     assert not list((tmp_path).rglob("features-*"))
-
-
-def test_a_warm_start_that_was_stopped_says_how_to_go_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(DPTrainer, "save_model", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        warm_start(classifier(), records(), collate, arguments(tmp_path / "run"), 2.0)
-    monkeypatch.undo()
-    with pytest.raises(DPBudgetExceeded, match="--earlier_runs .*warm_start"):
-        warm_start(classifier(), records(), collate, arguments(tmp_path / "run"), 2.0)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from hf_dpopt.run.batches import (
     LogicalBatchSampler,
     Records,
     StepIndices,
-    fastest_tokens,
     keep_uncollated,
 )
 from hf_dpopt.users.user_batches import of_rows
@@ -108,12 +107,6 @@ def test_an_item_is_a_step(kind, num_workers, make_run):
     items = loader(run, DATASETS[kind](records()), num_workers)
     assert len(items) == len(steps)
     assert served(items) == drawn(run, steps)
-
-
-def test_records_arrive_as_they_are(make_run):
-    rows = records()
-    for batch in loader(make_run(), rows):
-        assert all(record == rows[record["labels"]] for record in batch.records)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -207,13 +200,6 @@ def test_indices_keep_their_step(indices, travel):
     assert type(there) is StepIndices and there.step == 17 and there == indices
 
 
-def test_indices_are_plain_integers(make_run):
-    """numpy scalars are refused by some datasets, and equal to their neighbours by none."""
-    run = make_run()
-    for indices in LogicalBatchSampler(7, lambda: run):
-        assert all(type(i) is int for i in indices)
-
-
 # --- physical batches ------------------------------------------------------------------------------------------------
 
 
@@ -252,24 +238,6 @@ def test_a_limit_on_tokens_holds_for_every_batch_of_several_records(size, tokens
     assert all(num <= size and (num == 1 or num * width <= tokens) for num, width in shapes)
     for (num, width), (_, next_width) in pairwise(shapes):  # and no batch could take one record more
         assert num == size or (num + 1) * width > tokens, (num, width, next_width)
-
-
-@pytest.mark.parametrize("rows", [[{"pixels": i} for i in range(9)], list(range(9))])
-def test_a_limit_on_tokens_leaves_records_without_tokens_alone(rows):
-    batches = LogicalBatch(rows, 1).physical(4, lambda part: {"x": torch.zeros(len(part)), "rows": part}, 1)
-    assert [len(b["rows"]) for b in batches] == [4, 4, 1]
-
-
-def test_the_fastest_batches_follow_from_public_numbers():
-    assert fastest_tokens(22_700_000, torch.device("cpu")) == 512
-    assert fastest_tokens(400_000, torch.device("cpu")) == 25_000
-    assert fastest_tokens(22_700_000, torch.device("cuda")) is None
-
-
-def test_records_without_tokens_keep_their_order():
-    for rows in ([(i,) for i in range(9)], [{"pixels": i} for i in range(9)], list(range(9))):
-        batches = LogicalBatch(rows, 1).physical(4, lambda part: {"x": torch.zeros(len(part)), "rows": part})
-        assert [row for b in batches for row in b["rows"]] == rows
 
 
 def test_the_logical_batch_is_left_as_it_was():
