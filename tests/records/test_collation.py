@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import random
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -17,7 +19,7 @@ class _Subclass(tf.DataCollatorWithPadding):
     """Looks like a known collator, and is none."""
 
 
-def test_records_of_no_table_meet_a_collator_alone():
+def test_records_of_no_table_meet_a_collator_with_their_like():
     """`default_data_collator` takes columns and types of a batch from its first record."""
     rows = [{"input_ids": [5, 6], "label": label} for label in (101, 0.45, 0.7)]
     parts = Collation(tf.default_data_collator).parts(rows)
@@ -137,3 +139,43 @@ def test_a_known_collator_without_a_mask_is_not_believed():
     collation = Collation(tf.DataCollatorWithPadding(_WithoutMask()), is_table=True)
     parts = collation.parts([{"input_ids": [5] * n} for n in (3, 6, 3)])
     assert collation.sees_batches and [part.places for part in parts] == [(0, 2), (1,)]
+
+
+class _Object:
+    def __init__(self, label):
+        self.label = label
+
+
+IDS = {"input_ids": [5, 6], "attention_mask": [1, 1]}
+UNLIKE = [
+    *({**IDS, "label": label} for label in (1, 0.7, 2.0, True, np.float32(0.3), np.int64(2), torch.tensor(0.6), None)),
+    *({**IDS, "label": label} for label in ([1, 2], [1, 2.5], np.array([1, 2]), torch.tensor([0.5, 1.5]), 2**70)),
+    *({**IDS, "label": 1, "weight": weight} for weight in (1, 0.5, "a", "longer")),
+    {"label": 0.4, **IDS}, {"attention_mask": [1, 1], "input_ids": [5, 6], "labels": 0.4}, _Object(0.5), _Object(1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("collate", [tf.default_data_collator, tf.DataCollatorWithPadding(_Words())])
+def test_the_row_of_a_record_does_not_depend_on_the_others(collate):
+    """The stock collators take columns and types from the first record of what they are given."""
+
+    def rows(records):
+        parts = Collation(collate).parts(records)
+        return {place: {k: v[b].tolist() for k, v in part.batch.items() if isinstance(v, torch.Tensor)}
+                for part in parts for b, place in enumerate(part.places)}  # fmt: skip
+
+    alone = [rows([record]).get(0) for record in UNLIKE]
+    rng = random.Random()
+    for _ in range(200):
+        chosen = [rng.randrange(len(UNLIKE)) for _ in range(rng.randint(2, 8))]
+        found = rows([UNLIKE[k] for k in chosen])
+        assert {i: alone[k] for i, k in enumerate(chosen) if alone[k] is not None} == found
+
+
+def test_records_of_a_list_that_agree_in_types_are_collated_at_once():
+    seen: list[int] = []
+    collation = Collation(tf.DataCollatorWithPadding(_Words()))
+    collate, collation.collate = collation.collate, lambda some: seen.append(len(some)) or collate(some)
+    records = [{"input_ids": [5] * n, "label": label} for n, label in ((3, 0), (6, 1), (2, 1), (4, 0.5))]
+    assert sorted(place for part in collation.parts(records) for place in part.places) == [0, 1, 2, 3]
+    assert seen == [3, 1]
