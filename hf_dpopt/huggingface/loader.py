@@ -131,16 +131,14 @@ class TrainingRecords:
         Raises:
             DPConfigError: for records that are unlike each other, naming the first.
         """
-        limits, is_table = Limits.of(model, losses.kind), is_stored(self.dataset)
-        if is_table:
+        limits = Limits.of(model, losses.kind)
+        if is_stored(self.dataset):
             refuse_missing_values(self.dataset)
         else:
             is_listed = isinstance(self.dataset, (list, tuple))
             refuse_malformed([self.clean(row) for row in self.dataset] if is_listed else self, limits, compares=True)
         padding_id = padding_id_of(model)
-        made = Collation(
-            self.collator, is_table=is_table, limits=limits, padding_id=padding_id, clean=self.clean, place=self.place
-        )
+        made = Collation(self.collator, limits=limits, padding_id=padding_id, clean=self.clean, place=self.place)
         return made, look_at_records(self.dataset, made, losses)
 
     def __len__(self) -> int:

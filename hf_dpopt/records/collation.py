@@ -3,8 +3,8 @@
 A collator sees several records at once and may do anything with them: take the type of all from the first, centre
 targets, pad on a side that the model does not expect. So:
 
-* records of a table, which has one type for each column, and others that agree in columns and types, are given at once
-  to collators of transformers and TRL that are known to make a row of each record;
+* records that agree in columns and in the types of all values are given at once to collators of transformers and TRL
+  that are known to make a row of each record;
 * in every other case a collator sees one record at a time, and the rows are joined here: padded as the model expects,
   or kept apart where they cannot be;
 * nothing stops a step: a record that cannot be collated, or that the model cannot look up, contributes nothing.
@@ -13,7 +13,7 @@ targets, pad on a side that the model does not expect. So:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from hf_dpopt.records.rows import is_environment
 Batch = dict[str, Any]
 Collator = Callable[[list[Any]], Any]
 
+PLAIN = {int, float, bool, str}
 TARGETS = ("labels", "decoder_input_ids", "decoder_attention_mask")
 
 # Read line by line: what each makes of a record does not depend on the others, up to padding and fresh draws. Exact
@@ -84,8 +85,6 @@ class Collation:
 
     Args:
         collate: a list of records -> mapping of tensors, one row for each record.
-        is_table: whether records come from a table, so that all have the same columns and types. Others are grouped by
-            theirs, because the stock collator takes these from the first record of a batch.
         limits: what the model can look up; None to accept everything.
         padding_id: token behind the text where rows of different lengths are joined here; models that search for it
             see it, all others see a mask over it.
@@ -97,7 +96,6 @@ class Collation:
         self,
         collate: Collator,
         *,
-        is_table: bool = False,
         limits: Limits | None = None,
         padding_id: int = 0,
         clean: Callable[[Any], Any] = lambda record: record,
@@ -105,7 +103,7 @@ class Collation:
     ):
         self.collate, self.limits = declared(collate), limits or Limits()
         self.padding_id, self.clean, self.place = padding_id, clean, place
-        self.is_table, self.sees_batches = is_table, is_known(collate)
+        self.sees_batches = is_known(collate)
 
     @classmethod
     def of(cls, collate: Collator | Collation) -> Collation:
@@ -121,15 +119,19 @@ class Collation:
         usable = [(i, row) for i, record in enumerate(records) if (row := self._fitted_or_none(record)) is not None]
         if not usable:
             return []
-        groups: dict[Any, list[tuple[int, Any]]] = {True: usable}
-        if self.sees_batches and not self.is_table:
-            groups = _by_types(usable)
+        groups: dict[Any, list[tuple[int, Any]]] = {}
+        for i, record in usable:
+            groups.setdefault(_types(record) if self.sees_batches else None, []).append((i, record))
         found = [part for types, group in groups.items() for part in self._of_group(group, types is not None)]
         return [Part(self.place(part.batch), part.places) for part in found]
 
     def _of_group(self, group: list[tuple[int, Any]], are_alike: bool) -> list[Part]:
-        together = self._together(group) if self.sees_batches and are_alike else None
+        together = self._together(group) if are_alike else None
         return together or self._one_by_one(group)
+
+    def keeps_apart(self, a: Any, b: Any) -> bool:
+        """Whether a known collator never sees two fitted records at once, because their types differ."""
+        return self.sees_batches and (_types(a) is None or _types(a) != _types(b))
 
     def fitted(self, record: Any) -> Any:
         """A record as the collator may see it; None if it does not fit."""
@@ -194,31 +196,31 @@ class Collation:
         return list(join_rows(rows, self.padding_id))
 
 
-def _by_types(usable: Iterable[tuple[int, Any]]) -> dict[Any, list[tuple[int, Any]]]:
-    """Records by what a collator may take from the first of them for all; None for those that hold objects."""
-    groups: dict[Any, list[tuple[int, Any]]] = {}
-    for i, record in usable:
-        groups.setdefault(_types(record), []).append((i, record))
-    return groups
-
-
 def _types(record: Any) -> tuple | None:
-    """Class and columns of a record, with the type and the number of dimensions of each value; None with objects."""
+    """All that a collator could take from one record for the others: class, columns, types and depths of values.
+
+    None for a record that has to be alone: one with objects, empty lists, or lists of unlike elements.
+    """
     if not isinstance(record, Mapping):
         return None
-    found: list[Any] = [type(record)]
-    for name, value in record.items():
-        try:
-            array = value if isinstance(value, torch.Tensor) else np.asarray(value)
-        except (ValueError, OverflowError):
-            return None
-        kind: Any = array.dtype
-        if isinstance(array, np.ndarray) and kind.kind not in "biuf":
-            if kind.kind != "U":
-                return None
-            kind = "text"
-        found.append((name, type(value), kind, array.ndim))
-    return tuple(found)
+    found = {name: _type(value) for name, value in record.items()}
+    return None if None in found.values() else (type(record), *found.items())
+
+
+def _type(value: Any) -> Any:
+    """The type of a value, with that of all its elements; None if it has no single one."""
+    if type(value) in PLAIN:
+        return type(value)
+    if isinstance(value, torch.Tensor):
+        return (type(value), value.dtype, value.dim()) if value.numel() else None
+    if isinstance(value, (np.ndarray, np.generic)):
+        return (type(value), value.dtype, value.ndim) if value.size and value.dtype.kind in "biuf" else None
+    if not isinstance(value, (list, tuple)):
+        return None
+    kinds: set[Any] = set(map(type, value))
+    if not kinds <= PLAIN:
+        kinds = set(map(_type, value))
+    return (type(value), kinds.pop()) if len(kinds) == 1 and None not in kinds else None
 
 
 def row_of(batch: Mapping[str, Any], b: int) -> Batch:

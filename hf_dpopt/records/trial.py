@@ -16,7 +16,7 @@ import torch
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.randomness.framework import keep_generators
-from hf_dpopt.records.collation import Batch, Collation, check_rows, is_known, length_of, row_of
+from hf_dpopt.records.collation import Batch, Collation, check_rows, length_of, row_of
 from hf_dpopt.records.positions import num_entries
 
 FIX = (
@@ -113,6 +113,8 @@ def _shorter(record: Any) -> Any:
 
 def _compare(collation: Collation, a: Any, b: Any) -> None:
     """Refuse a collator whose rows of `a` and `b` together differ from those of each alone; random draws aside."""
+    if collation.keeps_apart(a, b):
+        return
     try:
         together, again = (_collate_seeded(collation, [a, b], seed) for seed in (1, 2))
     except DPConfigError:
@@ -124,15 +126,16 @@ def _compare(collation: Collation, a: Any, b: Any) -> None:
     _refuse_unusual(together)
     check_rows(together, 2)
     rows = [collation.row(record) for record in (a, b)]
-    if is_known(collation.collate):
-        outside = collation.limits.first_outside(together) if collation.sees_batches else ""
-        if outside and not any(collation.limits.failing(row).any() for row in rows):
-            raise DPConfigError(
-                "Every record that is padded would be left out of its step, for the padding token or the width does "
-                f"not fit the model: {outside}"
-            )
-        return
-    drawn = {key for key in together if not _same(together[key], again[key])}
+    outside = collation.limits.first_outside(together) if collation.sees_batches else ""
+    if outside and not any(collation.limits.failing(row).any() for row in rows):
+        raise DPConfigError(
+            "Every record that is padded would be left out of its step, for the padding token or the width does "
+            f"not fit the model: {outside}"
+        )
+    masked = (
+        {"input_ids", "labels"} if getattr(collation.collate, "mlm", False) else set()
+    )  # drawn, if not always seen
+    drawn = masked | {key for key in together if not _same(together[key], again[key])}
     for place, alone in enumerate(rows):
         # decoder inputs are labels that were padded and then shifted; the labels are compared
         derived = {"decoder_input_ids"} if "labels" in alone else set()

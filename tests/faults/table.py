@@ -49,8 +49,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a collator that nobody knows sees the whole batch",
         "hf_dpopt/records/collation.py",
-        "self._together(group) if self.sees_batches and are_alike else None",
-        "self._together(group)",
+        "_types(record) if self.sees_batches else None",
+        "_types(record)",
         (f"{COLLATORS}::test_a_collator_that_mixes_seldom_sees_single_records",),
     ),
     Fault(
@@ -63,8 +63,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the type of a column is that of the first record of the batch",
         "hf_dpopt/records/collation.py",
-        "groups = _by_types(usable)",
-        "groups = {True: usable}",
+        "self._together(group) if are_alike else None",
+        "self._together(group)",
         (f"{COLLATORS}::test_an_integer_label_does_not_truncate_the_fractions_of_others",),
     ),
     Fault(

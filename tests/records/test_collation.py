@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import random
 
 import numpy as np
@@ -26,7 +27,7 @@ def test_records_of_no_table_meet_a_collator_with_their_like():
     assert {i: v for part in parts for i, v in zip(part.places, part.batch["labels"].tolist(), strict=True)} == (
         pytest.approx({0: 101, 1: 0.45, 2: 0.7})
     )
-    (part,) = Collation(tf.default_data_collator, is_table=True).parts(rows[1:])
+    (part,) = Collation(tf.default_data_collator).parts(rows[1:])
     assert part.places == (0, 1)
 
 
@@ -136,7 +137,7 @@ class _WithoutMask(_Words):
 
 def test_a_known_collator_without_a_mask_is_not_believed():
     """Padding that nothing marks counts as text, so records of unlike lengths stay apart."""
-    collation = Collation(tf.DataCollatorWithPadding(_WithoutMask()), is_table=True)
+    collation = Collation(tf.DataCollatorWithPadding(_WithoutMask()))
     parts = collation.parts([{"input_ids": [5] * n} for n in (3, 6, 3)])
     assert collation.sees_batches and [part.places for part in parts] == [(0, 2), (1,)]
 
@@ -147,10 +148,17 @@ class _Object:
 
 
 IDS = {"input_ids": [5, 6], "attention_mask": [1, 1]}
+VALUES = (
+    1, 0.7, 2.0, True, None, "a", "longer", 2**70, np.float32(0.3), np.int64(2), torch.tensor(0.6), torch.tensor(3),
+    [1, 2], [0.25, 0.75], [101, 100.45], [100.95, 100], [True, 2], [], [[]], [[], [1.0]], [[1], [2, 3]], [[0.5], [1.5]],
+    [np.int64(1), np.int64(2)], [np.float64(0.5), 0.25], [np.array([1.0]), np.array([2.0])], [None, 1], (1, 2),
+    [torch.tensor(1), torch.tensor(2)], [torch.tensor(0.5), torch.tensor(2)], np.array([1, 2]), np.array([1.5, 2]),
+    np.array([]), np.array([1, 2], np.float32), torch.tensor([0.5, 1.5]), torch.tensor([1, 2]), torch.empty(0),
+    torch.tensor([0.5, 1.5], dtype=torch.float64),
+)  # fmt: skip
 UNLIKE = [
-    *({**IDS, "label": label} for label in (1, 0.7, 2.0, True, np.float32(0.3), np.int64(2), torch.tensor(0.6), None)),
-    *({**IDS, "label": label} for label in ([1, 2], [1, 2.5], np.array([1, 2]), torch.tensor([0.5, 1.5]), 2**70)),
-    *({**IDS, "label": 1, "weight": weight} for weight in (1, 0.5, "a", "longer")),
+    *({**IDS, name: value} for name in ("label", "labels", "label_ids", "position_ids", "weight") for value in VALUES),
+    *({"input_ids": value, "attention_mask": [1, 1]} for value in VALUES),
     {"label": 0.4, **IDS}, {"attention_mask": [1, 1], "input_ids": [5, 6], "labels": 0.4}, _Object(0.5), _Object(1),
 ]  # fmt: skip
 
@@ -166,8 +174,9 @@ def test_the_row_of_a_record_does_not_depend_on_the_others(collate):
 
     alone = [rows([record]).get(0) for record in UNLIKE]
     rng = random.Random()
-    for _ in range(200):
-        chosen = [rng.randrange(len(UNLIKE)) for _ in range(rng.randint(2, 8))]
+    pairs = [[a, b] for a, b in itertools.permutations(range(len(UNLIKE)), 2) if a // len(VALUES) == b // len(VALUES)]
+    crowds = [[rng.randrange(len(UNLIKE)) for _ in range(rng.randint(3, 12))] for _ in range(300)]
+    for chosen in (*pairs, *crowds):
         found = rows([UNLIKE[k] for k in chosen])
         assert {i: alone[k] for i, k in enumerate(chosen) if alone[k] is not None} == found
 
