@@ -105,11 +105,15 @@ class Capture:
 
     def _adapters(self, model: nn.Module, captured: set[int]) -> Iterator[Site]:
         """Layers of peft with trained parameters that no layer below them owns: each runs whole, record by record."""
+        whole: list[str] = []
         for path, module in model.named_modules():
             below = self._trained(module, below=True) if is_adapter(module) else {}
             own = {a: name for a, name in below.items() if id(module.get_parameter(a)) not in captured}
+            if path.startswith(tuple(whole)):  # an adapter inside of one that runs whole
+                continue
             if any(not _is_layer(module.get_submodule(a.rpartition(".")[0])) for a in own):
                 adapters.check_draws(path, module)
+                whole.append(f"{path}.")
                 yield Site(path, module, own, fallback.forward, self)
 
     def _layers(self, model: nn.Module, captured: set[int]) -> Iterator[Site]:

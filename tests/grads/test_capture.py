@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tf
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -190,11 +191,12 @@ def test_norm_and_sum_see_the_same_dropout(make, engine):
         lambda: peft.LoHaConfig(r=2, target_modules=["query"], module_dropout=0.1),
         lambda: peft.RandLoraConfig(r=2, target_modules=["query"], randlora_dropout=0.1),
         lambda: peft.BOFTConfig(boft_block_size=4, target_modules=["query"], boft_dropout=0.1),
+        lambda: PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType.PVERA](r=2, target_modules=["query"]),
     ],
 )
-def test_adapters_run_record_by_record_may_not_drop(config):
+def test_adapters_run_record_by_record_may_not_draw(config):
     """Each record would be run again with another draw than the one the loss saw."""
-    with pytest.raises(UnsupportedModuleError, match="Set the dropout of the adapter to 0"):
+    with pytest.raises(UnsupportedModuleError, match="Set the dropout of the adapter to 0|Use VeRA"):
         Capture(peft.get_peft_model(bert(), config()))
 
 
