@@ -163,9 +163,12 @@ def _unknown(given: Collection[str], known: Collection[str]) -> DPConfigError:
 
 
 def _nearest(name: str, known: Collection[str]) -> list[str]:
-    """Return the flag that was meant, if any: --epsilon is --target_epsilon, and not --adam_epsilon."""
+    """Return the flag that was meant, if any: --epsilon is --target_epsilon, and --lora_rank is --lora_r."""
     target = name.replace(word := name.lstrip("-"), f"target_{word}")
-    return [target] if target in known else difflib.get_close_matches(name, known, 1)
+    shorter = max((flag for flag in known if "_" in flag and name.startswith(flag)), key=len, default=None)
+    if target in known or shorter is not None:
+        return [target if target in known else shorter]  # type: ignore[list-item]
+    return difflib.get_close_matches(name, known, 1, cutoff=0.75)
 
 
 def _json_flags(path: Path) -> dict[str, Any]:

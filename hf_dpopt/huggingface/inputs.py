@@ -53,7 +53,11 @@ class TrainerInputs:
             named: its arguments by name.
             **own: those of the mixin.
         """
-        stock = inspect.signature(make).bind_partial(*positional, **named).arguments
+        try:
+            stock = inspect.signature(make).bind_partial(*positional, **named).arguments
+        except TypeError as error:
+            fix = " Since transformers 5 it is processing_class=." if "tokenizer" in named else ""
+            raise TypeError(f"{make.__qualname__}: {error}.{fix}") from None
         known = {field.name for field in dataclasses.fields(cls)} - own.keys()
         return cls(**{name: value for name, value in stock.items() if name in known}, **own)
 

@@ -13,7 +13,7 @@ import scipy.stats
 import torch
 from transformers import Trainer, TrainerCallback
 
-from hf_dpopt import DPBudgetExceeded, DPConfigError, make_plan
+from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, make_plan
 from hf_dpopt.records.losses import RecordLosses
 from tests import tiny
 from tests.reference import clipping as reference
@@ -368,3 +368,8 @@ def test_a_scheduler_alone_is_no_second_optimizer(tmp_path):
 def test_a_trainer_that_only_evaluates_has_no_loader_of_training_records(tmp_path):
     with pytest.raises(DPConfigError, match="no privacy plan without a train_dataset"):
         tiny.trainer(tmp_path, train_dataset=None).get_train_dataloader()
+
+
+def test_an_argument_that_transformers_renamed_is_named(tmp_path):
+    with pytest.raises(TypeError, match="'tokenizer'. Since transformers 5 it is processing_class="):
+        DPTrainer(tiny.model(), tiny.arguments(tmp_path), tokenizer=None)

@@ -155,6 +155,7 @@ REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     "fp16": ({"fp16": "true"}, "fp16=True: .* Use --bf16"),
     "not a number": ({"target_epsilon": "eight"}, "invalid float value: 'eight'"),
     "flag of plan": ({"epsilon": "3"}, "--epsilon is not a flag. Did you mean --target_epsilon"),
+    "longer flag": ({"lora_rank": "8"}, "--lora_rank is not a flag. Did you mean --lora_r[?]"),
     "unknown flag": ({"train_fiel": "x"}, "--train_fiel is not a flag. Did you mean --train_file"),
     "a flag like no other": ({"zzzz": "x"}, "--zzzz is not a flag. --help lists all"),
 }  # fmt: skip
