@@ -131,7 +131,7 @@ def test_no_proof_of_an_epsilon_is_taken_from_a_ledger_without_its_log(tmp_path,
         first.plan.strategy, 0.5, first.plan.noise_steps, first.plan.sampler.steps_per_epoch
     )
     with monkeypatch.context() as patch:
-        patch.setattr(certificates.Shares, "moments", lambda *samples: (np.zeros(2), np.zeros(2)))
+        patch.setattr(certificates.Shares, "moments", lambda *samples, seed: (np.zeros(2), np.zeros(2)))
         proof = certificates.verify(event, 0.2, first.plan.delta, num_samples=10**8, attempts=certificates.ATTEMPTS)
     records = records_of(tmp_path / "run")
     records[0]["run"] = "f" * 16

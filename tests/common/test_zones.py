@@ -28,7 +28,7 @@ WRONG_STEPS: dict[str, list[tuple[str, str]]] = {
         ("def private_step(", FILTER),
         (DOOR, '    sums = LowPassFilter.preset("momentum")(sums)\n' + DOOR),
     ],
-    "map_of_ones_own_before_the_noise": [(DOOR, "    for stage in chain:\n        sums = stage(sums)\n" + DOOR)],
+    "map_of_ones_own_before_the_noise": [(DOOR, "    for stage in after_noise:\n        sums = stage(sums)\n" + DOOR)],
     "plain_dict_before_the_noise": [(DOOR, "    sums = {name: total * 2 for name, total in sums.items()}\n" + DOOR)],
     "sums_returned": [("    return seen\n\n\ndef clip", "    return sums\n\n\ndef clip")],
     "ranks_not_summed": [("    joint = reduction.finish(sums)\n", ""), ("release(joint,", "release(sums,")],

@@ -137,7 +137,8 @@ def test_what_would_cost_too_much_is_refused_before_anything_is_summed(tmp_path)
     with torch.no_grad():
         trainer.model.classifier.bias.add_(1.0)
     second = trainer.evaluate()
-    assert second["eval_loss"] != first["eval_loss"]
+    metrics = ("eval_loss", "eval_accuracy", "eval_f1")  # each has noise, and is cut off at 0
+    assert any(second[name] != first[name] for name in metrics)
     assert first["eval_epsilon"] < second["eval_epsilon"] <= OPTIONS["eval_target_epsilon"]
     with torch.no_grad():
         trainer.model.classifier.bias.add_(1.0)
