@@ -42,7 +42,8 @@ from trl import ModelConfig, SFTTrainer, TrlParser, get_peft_config, get_quantiz
 
 EMBEDDED = {
     "target_epsilon": 8.0, "num_train_epochs": 1.0, "per_device_train_batch_size": 16, "max_length": 128,
-    "per_device_eval_batch_size": 32, "save_strategy": "no", "eval_data_privacy": "public", "output_dir": "sft",
+    "per_device_eval_batch_size": 32, "max_eval_samples": 128, "save_strategy": "no",
+    "eval_data_privacy": "public", "output_dir": "sft",
     "use_peft": True, "lora_r": 8, "lora_target_modules": "all-linear", "completion_only_loss": True,
     "data_dependent_preprocessing": "none: public model and chat template",
 }  # fmt: skip
@@ -134,7 +135,8 @@ def parse(argv: list[str]) -> tuple[DataArguments, DPSFTConfig, ModelConfig, boo
         [*words, *argv], return_remaining_strings=True
     )
     if unknown:
-        raise DPConfigError(f"{unknown[0]}: no flag or key of this recipe. --help lists all flags.")
+        known = {flag for action in parser._actions for flag in action.option_strings}
+        raise options.unknown([word for word in unknown if word.startswith("-")] or unknown[:1], known)
     if not is_embedded and (data_args.train_file is None or model_args.model_name_or_path is None):
         missing = "train_file" if data_args.train_file is None else "model_name_or_path"
         raise DPConfigError(f"{missing}: missing. Name a model and a training file, or neither for the embedded job.")

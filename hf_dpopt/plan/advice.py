@@ -102,11 +102,10 @@ class TrainingJob:
         check_count("model_size", self.model_size)
         check_real("target_epsilon", self.target_epsilon, "a finite number > 0; 1 to 8 is usual for finetuning")
         check_real("passes", self.passes, "a finite number > 0, such as 3")
-        if self.target_epsilon <= 0 or not 0 < self.passes <= MOST_PASSES:
-            raise DPConfigError(
-                f"target_epsilon={self.target_epsilon} and passes={self.passes} must both be > 0, and there can be "
-                f"{MOST_PASSES:g} passes at most. Use 8 and 3."
-            )
+        if self.target_epsilon <= 0:
+            raise DPConfigError(f"target_epsilon={self.target_epsilon} must be > 0. Use 8.")
+        if not 0 < self.passes <= MOST_PASSES:
+            raise DPConfigError(f"passes={self.passes} must be > 0, and at most {MOST_PASSES:g}. Use 3.")
         check_delta(self.target_delta)
         check_choice("kind", self.kind, tuple(SIGNAL))
         check_choice("objective", self.objective, ("classification", "generation"))

@@ -112,6 +112,8 @@ def check_epsilon(what: str, claimed: float, leaves: Leaves, delta: float, adjac
     for name, one in known.items():
         status = FAILED if name in refuting else OK if is_supported or refuting else NOT_CHECKED
         said = f"{one.epsilon:.6g} recomputed{_apart(claimed, one.epsilon)}"
+        if status == OK and _is_below(claimed, one.epsilon):
+            said += ", a looser bound"
         if name == PRV:
             said = f"{one.least:.6g} to {one.epsilon:.6g} recomputed"
         checks.append(_comparison(f"{title}, {name}", status, what, claimed, one.epsilon, said))

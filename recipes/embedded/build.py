@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from tokenizers import ByteLevelBPETokenizer
+from tqdm.auto import tqdm
 from transformers import (
     DataCollatorForSeq2Seq,
     GPT2Config,
@@ -142,7 +143,7 @@ def make_gpt2(tokenizer: GPT2Tokenizer, text: list[str], *, num_steps: int) -> G
         model = GPT2LMHeadModel(config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=max(num_steps, 1))
-        for _ in range(num_steps):
+        for _ in tqdm(range(num_steps), desc="public steps", disable=None):
             batch = collate([records[i] for i in torch.randint(len(records), (PUBLIC_BATCH,)).tolist()])
             model(**batch).loss.backward()
             optimizer.step()

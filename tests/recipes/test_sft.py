@@ -106,8 +106,8 @@ def test_a_row_that_is_no_record_is_named(folder, capsys, row, says):
         ({"train_file": "."}, "Convert or rename it"),
         ({"model_name_or_path": "nothere"}, "The configuration of 'nothere' cannot be loaded"),
         ({"max_train_samples": "-5"}, "max_train_samples=-5 is not a positive count"),
-        ({"target_epsilonn": "8"}, "--target_epsilonn: no flag or key"),
-        ({"target_eps": "8"}, "--target_eps: no flag or key"),
+        ({"target_epsilonn": "8"}, "--target_epsilonn is not a flag. Did you mean --target_epsilon?"),
+        ({"target_eps": "8"}, "--target_eps is not a flag. Did you mean --target_epsilon?"),
     ],
 )
 def test_wrong_flags_end_in_one_line(folder, capsys, changes, says):
