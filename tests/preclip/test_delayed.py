@@ -57,7 +57,8 @@ def test_every_step_is_the_papers(tmp_path, rule, factored, variant):
         delay=3, second_moment=rule, eps=EPS, beta=BETA, clipping_norm=OWN_CLIP, learning_rate_ratio=RATIO,
         factored=factored, variant=variant,
     )  # fmt: skip
-    _compare(tmp_path, spec, 14)
+    # noise that is divided by small D afterwards is large, and its rounding in float32 with it
+    _compare(tmp_path, spec, 14, tolerance=1e-4 if variant == "noise_first" else 2e-5)
 
 
 @pytest.mark.parametrize("changes", [
