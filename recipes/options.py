@@ -146,17 +146,17 @@ class Parser(HfArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            raise unknown(unknown[:1], self._option_string_actions)
+            raise unknown_flag(unknown[:1], self._option_string_actions)
         return found, unknown
 
     def parse_dict(self, args: dict[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
         names = {action.dest for action in self._actions}
         if unknown := [name for name in args if name not in names]:
-            raise unknown(unknown, names)
+            raise unknown_flag(unknown, names)
         return super().parse_dict(args, allow_extra_keys)
 
 
-def unknown(given: Collection[str], known: Collection[str]) -> DPConfigError:
+def unknown_flag(given: Collection[str], known: Collection[str]) -> DPConfigError:
     close = {name: _nearest(name.split("=")[0], known) for name in given}
     said = (f"{name} is not a flag.{f' Did you mean {meant[0]}?' if meant else ''}" for name, meant in close.items())
     return DPConfigError(f"{' '.join(said)} --help lists all flags.")

@@ -136,7 +136,7 @@ def parse(argv: list[str]) -> tuple[DataArguments, DPSFTConfig, ModelConfig, boo
     )
     if unknown:
         known = {flag for action in parser._actions for flag in action.option_strings}
-        raise options.unknown([word for word in unknown if word.startswith("-")] or unknown[:1], known)
+        raise options.unknown_flag([word for word in unknown if word.startswith("-")] or unknown[:1], known)
     if not is_embedded and (data_args.train_file is None or model_args.model_name_or_path is None):
         missing = "train_file" if data_args.train_file is None else "model_name_or_path"
         raise DPConfigError(f"{missing}: missing. Name a model and a training file, or neither for the embedded job.")

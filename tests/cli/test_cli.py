@@ -156,7 +156,7 @@ def test_a_poor_plan_is_a_warning(run: Run) -> None:
         (["--epsilon", "8", "--objective", "x"], "objective='x'"),
         (["--epsilon", "8", "--objective", "generation", "--finetuning", "head"], "Use --finetuning lora or full"),
         (["--epsilon", "8", "--optimizer", "sgd"], "--optimizer plans a run"),
-        (["--epsilon", "8", "--passes", "1e9"], "100000 passes at most"),
+        (["--epsilon", "8", "--passes", "1e9"], "at most 100000"),
         (["--epsilon", "8", "--delta", "0"], "target_delta=0.0 is outside (0, 1)"),
         (["--epsilon", "8", "--steps", "100"], "--steps plans a run, which needs a batch"),
         (["--epsilon", "8", "--compare"], "--compare plans a run"),
