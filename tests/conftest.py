@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 import random
 import sys
@@ -54,8 +55,13 @@ def _session() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _quiet_libraries() -> Iterator[None]:
-    """A trainer sets the level of transformers' log for the whole process (`log_level`); the next test has its default."""
+    """What a trainer or recipe sets for the whole process is not the next test's.
+
+    The level of transformers' log (`log_level`), and a handler of `logging.basicConfig` on an output that pytest closes.
+    """
     yield
+    root = logging.getLogger()
+    root.handlers = [handler for handler in root.handlers if type(handler) is not logging.StreamHandler]
     logs = sys.modules.get("transformers.utils.logging")
     if logs is not None:
         logs.set_verbosity_warning()
