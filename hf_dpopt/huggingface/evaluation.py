@@ -263,7 +263,11 @@ class EvaluationGuard:
         return self.budget.spent(known.evaluations.values())
 
     def _name_of(self, dataset: Any, prefix: str) -> str:
-        """Name of a set in the ledger: another one under the same prefix has another number."""
+        """Name of a set in the ledger: one of several has its own, and another under the same prefix a number."""
+        several = self._sets.items() if isinstance(self._sets, dict) else ()
+        own = next((name for name, one in several if one is dataset), None)
+        if own is not None and not prefix.endswith(f"_{own}"):
+            prefix = f"{prefix}_{own}"
         sets = self._seen.setdefault(prefix, [])
         place = next((i for i, one in enumerate(sets) if one is dataset), len(sets))
         if place == len(sets):

@@ -267,7 +267,12 @@ def test_several_sets_are_evaluated_one_by_one(tmp_path):
     assert [one.query["set"] for one in charged.values()] == ["eval_a", "eval_b"]
     assert trainer.evaluate()["eval_a_loss"] == found["eval_a_loss"]  # these weights are answered already
     assert len(Ledger.find(trainer.args.output_dir).evaluations) == 2
-    assert "eval_loss" in trainer.evaluate("b")  # under a prefix of its own, as the stock Trainer has it
+    assert (
+        trainer.evaluate("b")["eval_loss"] == found["eval_b_loss"]
+    )  # a prefix of its own, as the stock Trainer has it
+    assert len(Ledger.find(trainer.args.output_dir).evaluations) == 2
+    again = make(tmp_path, {"a": held_out(), "b": held_out(20)}, eval_times=3)  # a process that begins later
+    assert again.evaluate("b")["eval_loss"] == found["eval_b_loss"] and again.evaluate("a") != again.evaluate("b")
 
 
 def test_exact_ways_are_closed(tmp_path):
