@@ -208,7 +208,7 @@ def _types(record: Any) -> tuple | None:
 
 
 def _type(value: Any) -> Any:
-    """The type of a value, with that of all its elements; None if it has no single one."""
+    """The type of a value and of its elements; None if the elements differ in type, or there are none."""
     if type(value) in PLAIN:
         return type(value)
     if isinstance(value, torch.Tensor):
