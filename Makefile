@@ -7,7 +7,7 @@
 #   EXTRAS   optional dependencies of pyproject.toml
 #   WORKERS  test processes; each of them uses one thread
 #   MARKS    which tests `make test` runs, by their marks; 'not nightly' adds the slow ones
-#   PATH_ARGS options of tests/path.py, e.g. make path PATH_ARGS=--files
+#   PATH_ARGS options of tests/house/path.py, e.g. make path PATH_ARGS=--files
 #   GPU_ARGS options of benchmarks/gpu_queue.py, e.g. make gpu GPU_ARGS='--minutes 9 --data FOLDER'
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -71,16 +71,16 @@ audit: env  ## plant 25 faults into a copy of the code: each is found, and exact
 nightly: lint  ## all tests, those marked nightly too, and a kill storm of 200 kills; an hour
 	$(PYTEST) $(PYTEST_ARGS)
 	mkdir -p build && rm -f build/kill_storm.json
-	OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m tests.kill_storm --out build/kill_storm.json
+	OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m tests.run.kill_storm --out build/kill_storm.json
 
 path: env  ## statements of the package that a default run executes, of all
-	$(OFFLINE) $(BIN)/python -m tests.path $(PATH_ARGS)
+	$(OFFLINE) $(BIN)/python -m tests.house.path $(PATH_ARGS)
 
 frozen: env  ## compare plans, statements, noise and released gradients with the frozen ones, to the last bit
 	$(OFFLINE) $(BIN)/python -m tests.frozen
 
 package:  ## build sdist and wheel, install the wheel in a bare environment of PYTHON, and run it there; needs a registry
-	$(PYTHON) -m tests.bare_install --python $(PYTHON) --torch '$(TORCH)' --folder build/bare
+	$(PYTHON) -m tests.house.bare_install --python $(PYTHON) --torch '$(TORCH)' --folder build/bare
 
 lint: env  ## ruff, mypy, the order of imports (tests/house/test_house.py) and the words (tests/house/test_words.py)
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.scaling import Diagonal, Factored, Scale
 from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.records.losses import RecordLosses
-from tests.memory import peak_bytes
+from tests.grads.memory import peak_bytes
 
 VOCABULARY = 50_257
 

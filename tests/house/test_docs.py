@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 import hf_dpopt
-from tests import api_page, kill_storm
+from tests import api_page
+from tests.run import kill_storm
 
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 # Written by programs, which tests compare with what they were written from.
@@ -131,7 +132,7 @@ def test_contributors_are_told_of_every_check(repo: Path) -> None:
 
 
 def test_the_table_of_kills_is_that_of_the_results(repo: Path) -> None:
-    """Printed by `python -m tests.kill_storm --out docs/kill_storm.json --table`."""
+    """Printed by `python -m tests.run.kill_storm --out docs/kill_storm.json --table`."""
     results = json.loads((repo / "docs/kill_storm.json").read_text())
     assert kill_storm.table(results) in (repo / "docs/reliability.md").read_text()
     assert not [run for runs in results["runs"].values() for run in runs if "error" in run]

@@ -1,10 +1,10 @@
-"""The package keeps the rules of tests/words.py, and each rule finds what it is there for."""
+"""The package keeps the rules of tests/house/words.py, and each rule finds what it is there for."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests import words
+from tests.house import words
 
 
 def test_the_package_keeps_the_rules():

@@ -13,8 +13,9 @@ from hf_dpopt import DPConfigError, DPStorageError
 from hf_dpopt.cli.app import app
 from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.run.run_log import RunLog
-from tests import preempted, tiny
-from tests.preempted import LOSES, NUM_STEPS
+from tests import tiny
+from tests.run import preempted
+from tests.run.preempted import LOSES, NUM_STEPS
 
 OF_A_STEP = ("before the charge", "in the charge", "after the charge", "after the noise", "in the entry",
              "after the entry", "after the optimizer")  # fmt: skip

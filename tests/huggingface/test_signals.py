@@ -12,8 +12,9 @@ import torch
 
 from hf_dpopt.huggingface.preemption import SIGNALS, Preempted
 from hf_dpopt.run.ledger import Ledger
-from tests import preempted, tiny
-from tests.preempted import NUM_STEPS
+from tests import tiny
+from tests.run import preempted
+from tests.run.preempted import NUM_STEPS
 
 
 def send(number, step):

@@ -1,4 +1,4 @@
-"""Runs on two machines that share no private folder, see `tests.two_nodes`."""
+"""Runs on two machines that share no private folder, see `tests.huggingface.two_nodes`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import tiny, two_node_run, two_nodes
+from tests import tiny
+from tests.huggingface import two_node_run, two_nodes
+from tests.huggingface.two_node_run import USERS, authored, collate
 from tests.reference import clipping as reference
-from tests.two_node_run import USERS, authored, collate
 
 pytestmark = [pytest.mark.two_process, pytest.mark.timeout(600), pytest.mark.xdist_group("two_nodes")]
 

@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from tests import ranks, two_process_run
+from tests import ranks
+from tests.huggingface import two_process_run
 from tests.reference import clipping as reference
 
 HEAVY, PER_DEVICE = 3, 3  # the user with more than a physical batch of records, and that many of them

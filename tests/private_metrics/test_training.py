@@ -15,9 +15,10 @@ from hf_dpopt.clipping.measures import MEASURES
 from hf_dpopt.noise.streams import NoiseStream
 from hf_dpopt.run.metrics import MetricsAtWork
 from hf_dpopt.verify import verify
-from tests import preempted, tiny
+from tests import tiny
 from tests.preclip.loop import CLIP_SGD, EXPECTED, Loop
 from tests.preclip.loop import plan as loop_plan
+from tests.run import preempted
 
 ALPHA = 1e-6  # false-alarm probability of each random test
 NUMBERS = {"log_private_metrics": 0.3, "private_metrics_kwargs": {"loss_bound": 3.0, "norm_thresholds": [0.5, 1, 2]}}

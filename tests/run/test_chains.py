@@ -21,7 +21,8 @@ from hf_dpopt.run.checkpoint import write_manifest
 from hf_dpopt.run.journal import Journal
 from hf_dpopt.run.keys import private_dir, secrets_in
 from hf_dpopt.run.ledger import LEDGER, Ledger
-from tests import preempted, tiny
+from tests import tiny
+from tests.run import preempted
 
 NUM_STEPS, SIZE = 6, 20
 

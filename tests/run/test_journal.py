@@ -16,7 +16,8 @@ from hf_dpopt import DPConfigError
 from hf_dpopt.run.journal import JOURNAL, STEP, Journal
 from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.run.run_log import RunLog, find_run
-from tests import preempted, tiny
+from tests import tiny
+from tests.run import preempted
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,8 @@
 
 tests/house/test_words.py, a part of `make lint`, refuses what breaks a rule.
 
-    python -m tests.words               counts what breaks a rule, by package
-    python -m tests.words noise run     lists it, for these packages or files (users/training.py, say)
+    python -m tests.house.words               counts what breaks a rule, by package
+    python -m tests.house.words noise run     lists it, for these packages or files (users/training.py, say)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1] / "hf_dpopt"
+PACKAGE = Path(__file__).resolve().parents[2] / "hf_dpopt"
 
 # A docstring says what something is, or in the imperative what it does. These words begin a fragment of a sentence
 # whose start the reader would have to guess.

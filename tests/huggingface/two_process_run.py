@@ -14,7 +14,8 @@ from transformers import TrainerCallback
 
 from hf_dpopt.common import collectives
 from hf_dpopt.run.journal import Journal
-from tests import preempted, tiny
+from tests import tiny
+from tests.run import preempted
 
 FIXED = "22" * 32
 

@@ -1,4 +1,4 @@
-"""Statements of the package that a default run executes, of all: `python -m tests.path [--files]`.
+"""Statements of the package that a default run executes, of all: `python -m tests.house.path [--files]`.
 
 A default run is `DPTrainer` on a small classifier with `target_epsilon` alone: planned, self-checked, trained for two
 steps, saved, and reported. Statements of module level count as executed where the module is imported.
@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-PACKAGE = Path(__file__).resolve().parents[1] / "hf_dpopt"
+PACKAGE = Path(__file__).resolve().parents[2] / "hf_dpopt"
 
 
 def statements(path: Path) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""Run by `tests.two_nodes.launch` on two nodes: private runs whose private folders are on the disks of the nodes."""
+"""Run by `tests.huggingface.two_nodes.launch` on two nodes: private runs whose private folders are on the disks of the nodes."""
 
 from __future__ import annotations
 

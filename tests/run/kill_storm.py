@@ -1,8 +1,8 @@
 """Kill -9 of real runs at random points, until they are done; their weights are compared with the undisturbed run's.
 
-    python -m tests.kill_storm --kills 150 --kills_of_two 50 --out docs/kill_storm.json
-    python -m tests.kill_storm --settings users dataset_ledger:2 shards:2 --kills 10 --kills_of_two 20 --out storm.json
-    python -m tests.kill_storm --out docs/kill_storm.json --table    # prints the table of docs/reliability.md
+    python -m tests.run.kill_storm --kills 150 --kills_of_two 50 --out docs/kill_storm.json
+    python -m tests.run.kill_storm --settings users dataset_ledger:2 shards:2 --kills 10 --kills_of_two 20 --out storm.json
+    python -m tests.run.kill_storm --out docs/kill_storm.json --table    # prints the table of docs/reliability.md
 
 A run is started with ``resume_from_checkpoint=True``, killed, started again in the same way, and so on; nothing else is
 done to its folder. Points are drawn from the phases of a run (`PHASES`), and within a phase by time. When a run is done,
@@ -54,7 +54,8 @@ from hf_dpopt.run.journal import JOURNAL, Journal
 from hf_dpopt.run.keys import Keys
 from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.run.run_log import RunLog, find_run
-from tests import preempted, tiny
+from tests import tiny
+from tests.run import preempted
 from tests.sharded.trained import allow_fsdp_on_cpus
 
 # Phase -> share of the kills.
@@ -502,7 +503,7 @@ def main() -> int:
 def _write(arguments: argparse.Namespace, runs: dict[str, list[dict[str, Any]]], seconds: float) -> None:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     content = {
-        "command": "python -m tests.kill_storm " + " ".join(sys.argv[1:]),
+        "command": "python -m tests.run.kill_storm " + " ".join(sys.argv[1:]),
         "date": datetime.date.today().isoformat(),
         "commit": commit,
         "versions": collect_versions(),

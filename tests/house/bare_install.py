@@ -1,6 +1,6 @@
 """Build the wheel, install it where nothing else is, and run what a stranger runs first, away from the repository.
 
-    python -m tests.bare_install --python python3.12 [--torch 'torch==2.13.0'] [--quick]
+    python -m tests.house.bare_install --python python3.12 [--torch 'torch==2.13.0'] [--quick]
 
 Needs a package registry: torch (of machines without a GPU: name a CPU build as for `make env`), the dependencies of
 the wheel, and twine, which checks both distributions. Prints exit code, seconds and processor seconds of each command,
@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
 QUICK = {
     "import": ["python", "-c", "import hf_dpopt"],
     "help": ["hf-dpopt", "--help"],
