@@ -20,7 +20,7 @@ from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.planning import PlannedRun
 from hf_dpopt.huggingface.preparation import look_at_records
 from hf_dpopt.records.collation import Collation
-from hf_dpopt.records.inspection import refuse_malformed, refuse_missing_values
+from hf_dpopt.records.inspection import refuse_malformed
 from hf_dpopt.records.limits import Limits, padding_id_of
 from hf_dpopt.records.losses import RecordLosses
 from hf_dpopt.records.rows import is_stored, read_one
@@ -132,11 +132,8 @@ class TrainingRecords:
             DPConfigError: for records that are unlike each other, naming the first.
         """
         limits = Limits.of(model, losses.kind)
-        if is_stored(self.dataset):
-            refuse_missing_values(self.dataset)
-        else:
-            is_listed = isinstance(self.dataset, (list, tuple))
-            refuse_malformed([self.clean(row) for row in self.dataset] if is_listed else self, limits, compares=True)
+        rows = [self.clean(row) for row in self.dataset] if isinstance(self.dataset, (list, tuple)) else self
+        refuse_malformed(self.dataset if is_stored(self.dataset) else rows, limits)
         padding_id = padding_id_of(model)
         made = Collation(self.collator, limits=limits, padding_id=padding_id, clean=self.clean, place=self.place)
         return made, look_at_records(self.dataset, made, losses)

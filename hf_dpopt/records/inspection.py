@@ -20,70 +20,45 @@ STORED_ROWS = 10_000  # read at a time
 KINDS = {"b": "integers", "i": "integers", "u": "integers", "f": "floats", "U": "text"}  # of numpy
 
 FIX = (
-    "Correct such records or leave them out before training: a run that stopped when it met one would tell that it "
-    "was drawn."
+    "Correct such records (cut or pad them where they are tokenized) or leave them out before training: a run that "
+    "stopped when it met one would tell that it was drawn."
 )
 
 
-def refuse_malformed(dataset: Any, limits: Limits, *, compares: bool = False) -> None:
-    """Refuse records that the model cannot take, naming the first one found.
+def refuse_malformed(dataset: Any, limits: Limits) -> None:
+    """Refuse records that the model cannot take, that miss a value, or that are unlike the first, naming one.
 
     Args:
-        dataset: the training records, with a length.
+        dataset: the training records, with the columns that the collator sees: a list, a stored dataset, or what
+            makes records on request.
         limits: what the model can look up.
-        compares: whether records must have the columns of the first one, and values of the same kinds.
 
     Raises:
         DPConfigError: naming record, column and what is allowed.
     """
-    if not hasattr(dataset, "__len__"):
-        return  # streams are refused by name
-    if is_table := is_stored(dataset):
-        rows = _suspicious_rows(dataset, limits)
-    else:
-        rows = enumerate(dataset) if isinstance(dataset, (list, tuple)) else _sample_rows(dataset)
-    kinds: dict[str, str] | None = None
-    for i, row in rows:
-        if kinds is None and compares and isinstance(row, Mapping):
+    kinds: dict[str, str] = {}
+    for i, row in _rows(dataset, limits):
+        if not kinds and isinstance(row, Mapping):
             kinds = {column: _kind(value) for column, value in row.items()}
-        if unlike := _unlike(row, kinds or {}):
-            raise DPConfigError(f"Training record {i} does not have the form of the first: {unlike}. {FIX}")
-        if misfit := limits.misfit(row):
-            raise DPConfigError(f"Training record {i}: {misfit}. Cut or pad it where it is tokenized. {FIX}")
-        for column, value in row.items() if isinstance(row, Mapping) else ():
-            if is_table and value is None:
-                raise DPConfigError(f"Training record {i}: {column!r} is missing (null). {FIX}")
-            if wrong := _wrong_value(value, column, limits, has_nulls=is_table or compares):
-                raise DPConfigError(f"Training record {i}: {wrong} {FIX}")
+        if wrong := _unlike(row, kinds) or limits.misfit(row) or _wrong_values(row, limits):
+            raise DPConfigError(f"Training record {i}: {wrong}. {FIX}")
 
 
-def _sample_rows(dataset: Any) -> Iterator[tuple[int, Any]]:
-    for i in spread(len(dataset), SAMPLED):
-        try:
-            rows = read_one(dataset, i)
-        except Exception as error:
-            raise DPConfigError(
-                f"Training record {i} cannot be read: {type(error).__name__}: {error}. {FIX}"
-            ) from error
-        yield from ((i, row) for row in rows)
-
-
-def refuse_missing_values(dataset: Any) -> None:
-    """Refuse stored columns of numbers that have missing values.
-
-    `default_data_collator` leaves a column out of a whole batch when the first record has none.
-
-    Raises:
-        DPConfigError: naming the column.
-    """
-    import pyarrow as pa
-
-    for name, kind in zip(dataset.data.schema.names, dataset.data.schema.types, strict=True):
-        if name not in dataset.column_names or pa.types.is_string(kind) or pa.types.is_large_string(kind):
-            continue
-        for batch in dataset.with_format("arrow", columns=[name]).iter(STORED_ROWS):
-            if batch.column(name).null_count:
-                raise DPConfigError(f"The column {name!r} of the training set has missing values (null). {FIX}")
+def _rows(dataset: Any, limits: Limits) -> Iterator[tuple[int, Any]]:
+    """Numbered records in which something may be wrong."""
+    if is_stored(dataset):
+        yield from _suspicious_rows(dataset, limits)
+    elif isinstance(dataset, (list, tuple)):
+        yield from enumerate(dataset)
+    else:
+        for i in spread(len(dataset), SAMPLED):
+            try:
+                rows = read_one(dataset, i)
+            except Exception as error:
+                raise DPConfigError(
+                    f"Training record {i} cannot be read: {type(error).__name__}: {error}. {FIX}"
+                ) from error
+            yield from ((i, row) for row in rows)
 
 
 def _unlike(row: Any, kinds: Mapping[str, str]) -> str:
@@ -124,22 +99,18 @@ def _as_array(value: Any) -> np.ndarray | None:
         return None
 
 
-def _wrong_value(value: Any, column: str, limits: Limits, *, has_nulls: bool) -> str:
-    """Say why the model cannot take the value of a record in a column; empty if it can.
-
-    Args:
-        value: a number, or a list of them, however nested.
-        column: name of the column.
-        limits: what the model can look up.
-        has_nulls: whether None in a list is a missing value; else nobody may read the column.
-    """
-    array = _as_array(value)
-    if array is None:
-        return ""
-    values = array.ravel()
-    if has_nulls and array.ndim and values.dtype == object and any(x is None for x in values):
-        return f"{column!r} holds a missing value (null)."
-    return _wrong(values, column, limits, is_number=array.ndim == 0)
+def _wrong_values(row: Any, limits: Limits) -> str:
+    """Say why the model cannot take a value of a record; empty if it can."""
+    for column, value in row.items() if isinstance(row, Mapping) else ():
+        array = _as_array(value)
+        if array is None:
+            continue
+        values = array.ravel()
+        if array.ndim and values.dtype == object and any(x is None for x in values):
+            return f"{column!r} holds a missing value (null)"
+        if wrong := _wrong(values, column, limits, is_number=array.ndim == 0):
+            return wrong.rstrip(".")
+    return ""
 
 
 def _wrong(values: np.ndarray, column: str, limits: Limits, *, is_number: bool) -> str:
@@ -165,16 +136,26 @@ def _wrong(values: np.ndarray, column: str, limits: Limits, *, is_number: bool) 
 
 
 def _suspicious_rows(dataset: Any, limits: Limits) -> Iterator[tuple[int, Any]]:
-    """Rows of the parts of a table in which one may be wrong, by a test of whole columns that costs little."""
+    """Rows of the parts of a table in which one may be wrong, by a test of whole columns that costs little.
+
+    A missing value is refused at once: `default_data_collator` leaves a column out of a whole batch when the first
+    record has none. Texts that nobody reads may be missing.
+    """
     import pyarrow as pa
 
     read = {*limits.ranges, *limits.positions, *limits.per_token, *LABEL_COLUMNS}
     read |= set(MASKS) if limits.first_tokens_count else set()
-    names, begin = [name for name in dataset.column_names if name in read], 0
-    for batch in dataset.with_format("arrow", columns=names).iter(STORED_ROWS) if names else ():
-        columns = {name: pa.concat_arrays(batch.column(name).chunks) for name in names}
-        if limits.first_tokens_count or any(_is_suspicious(columns, name, limits) for name in names):
-            yield from enumerate(batch.to_pylist(), begin)
+    kinds = {name: dataset.data.schema.field(name).type for name in dataset.column_names}
+    texts = {name for name, kind in kinds.items() if pa.types.is_string(kind) or pa.types.is_large_string(kind)}
+    looked_at, kept, begin = [name for name in kinds if name in read], [*({*kinds} - texts | {*kinds} & read)], 0
+    for batch in dataset.with_format("arrow", columns=kept).iter(STORED_ROWS) if kept else ():
+        for name in kept:
+            if batch.column(name).null_count:
+                missing = begin + batch.column(name).is_null().index(True).as_py()
+                raise DPConfigError(f"Training record {missing}: {name!r} is missing (null). {FIX}")
+        columns = {name: pa.concat_arrays(batch.column(name).chunks) for name in looked_at}
+        if limits.first_tokens_count or any(_is_suspicious(columns, name, limits) for name in looked_at):
+            yield from enumerate(batch.select(looked_at).to_pylist(), begin)
         begin += len(batch)
 
 
@@ -187,7 +168,7 @@ def _is_suspicious(columns: Mapping[str, Any], name: str, limits: Limits) -> boo
         return True
     if name in limits.per_token and not (lengths is None or tokens is None or np.array_equal(lengths, tokens)):
         return True
-    is_number, has_nulls = not _is_list(array), array.null_count > 0
+    is_number, has_nulls = not _is_list(array), False
     while _is_list(array):
         array = array.flatten()
         has_nulls = has_nulls or array.null_count > 0

@@ -105,8 +105,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "malformed records are not looked for before training",
         "hf_dpopt/records/inspection.py",
-        '    if not hasattr(dataset, "__len__"):\n',
-        "    if True:\n",
+        "    for i, row in _rows(dataset, limits):",
+        "    for i, row in ():",
         (f"{MALFORMED}::test_a_malformed_record_of_a_list_is_told_before_training",),
     ),
     Fault(

@@ -15,8 +15,6 @@ from hf_dpopt.clipping.capture import Capture, is_compiled
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError, shown
 from hf_dpopt.common.refusal import Refusal, is_reentrant, refuses
 from hf_dpopt.huggingface.inputs import TrainerInputs
-from hf_dpopt.records.inspection import refuse_malformed
-from hf_dpopt.records.limits import Limits
 from hf_dpopt.records.losses import RecordLosses, base_model
 from hf_dpopt.records.settings import settings
 from hf_dpopt.run.kept_state import refuse_spoilt
@@ -76,8 +74,7 @@ def check_model_with_records(inputs: TrainerInputs) -> None:
     check_model(model)
     Capture(model)
     if inputs.train_dataset is not None:
-        kind = RecordLosses(model, inputs.per_example_loss_func or "auto").kind  # an unknown head is found here
-        refuse_malformed(inputs.train_dataset, Limits.of(model, kind))
+        RecordLosses(model, inputs.per_example_loss_func or "auto")  # refuses an unknown head
 
 
 def check_model_given(inputs: TrainerInputs) -> None:
