@@ -151,15 +151,12 @@ class EvaluationGuard:
         }
 
     def _budget_before(self, made: list[Evaluation]) -> EvaluationBudget:
-        """Budget by which to state evaluations of earlier processes; at the delta of the run if none is named now."""
+        """Budget by which to state evaluations of earlier processes; at the delta of the run if no set is named now."""
         sets = self._sets
         if self.is_private and hasattr(sets, "__len__"):
             return self._budget(0 if isinstance(sets, dict) else len(sets))
-        delta = self._args.eval_target_delta
-        if delta is None:
-            assert self._plan is not None  # else the sets are private
-            delta = self._plan.delta
-        return EvaluationBudget(0.0, delta, made[0].adjacency, len(made))
+        assert self._plan is not None  # else the sets are private
+        return EvaluationBudget(0.0, self._plan.delta, made[0].adjacency, len(made))
 
     def _known(self) -> Ledger | None:
         """Record of the run, in which all evaluations are; on rank 0."""
@@ -284,7 +281,7 @@ class EvaluationGuard:
         if planned is None:
             planned = num_sets * planned_evaluations(args, self._plan)
         assert args.eval_target_epsilon is not None
-        return EvaluationBudget.of(args.eval_target_epsilon, args.eval_target_delta, adjacency, planned, self._largest)
+        return EvaluationBudget.of(args.eval_target_epsilon, adjacency, planned, self._largest)
 
     def _announce(self, budget: EvaluationBudget, scores: Scores, size: int) -> None:
         if self._told:

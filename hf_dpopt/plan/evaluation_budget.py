@@ -42,17 +42,15 @@ class EvaluationBudget:
     num_planned: int
 
     @classmethod
-    def of(
-        cls, target_epsilon: float, target_delta: float | None, adjacency: str, num_planned: int, num_records: int
-    ) -> EvaluationBudget:
-        """Make the checked budget; the delta of a set of that many records where none was given.
+    def of(cls, target_epsilon: float, adjacency: str, num_planned: int, num_records: int) -> EvaluationBudget:
+        """Make the checked budget, with the default delta of a set of that many records.
 
         Raises:
-            DPConfigError: for a budget or a delta out of range.
+            DPConfigError: for a budget out of range, or a set of one record.
         """
         check_budget(target_epsilon)
         check_count("eval_times", num_planned, "an integer >= 1: evaluations that eval_target_epsilon is shared over")
-        delta = resolve_delta(target_delta, max(1, num_records), allow_large=False)
+        delta = resolve_delta(None, max(1, num_records), allow_large=False)
         return cls(
             float(target_epsilon), delta, "add_or_remove_one" if adjacency == "auto" else adjacency, num_planned
         )

@@ -188,10 +188,9 @@ class EvaluationOptions:
     """Private evaluation set: for `--eval_data_privacy private`, which releases loss, accuracy and F1 with noise."""
 
     eval_target_epsilon: float | None = option(
-        None, "Privacy budget of the people in the evaluation set, over all evaluations; sets their noise."
-    )
-    eval_target_delta: float | None = option(
-        None, "Delta of eval_target_epsilon.", unset="as target_delta, for n evaluation records"
+        None,
+        "Privacy budget of the people in the evaluation set, over all evaluations; sets their noise. Delta is the "
+        "default for that many records.",
     )
     eval_times: int | None = option(
         None,

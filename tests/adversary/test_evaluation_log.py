@@ -32,7 +32,7 @@ class Watched(list):
 
 def trainer(home: Path, tell: Callable[[], None] = lambda: None, **changes: Any) -> DPTrainer:
     held_out = [{**row, "input_ids": [3, *row["input_ids"]]} for row in tiny.records(20)]
-    options = dict(eval_data_privacy="private", eval_target_epsilon=4.0, eval_target_delta=1e-3, eval_times=4)
+    options = dict(eval_data_privacy="private", eval_target_epsilon=4.0, eval_times=4)
     return tiny.trainer(
         home / "run", model=tiny.model(dropout=0.0), private_state_dir=str(home / "keys"),
         eval_dataset=Watched(held_out, tell), **options | changes,

@@ -31,7 +31,6 @@ REFUSALS = (DPConfigError, UnsupportedModuleError)
 EVALUATION = {
     "eval_data_privacy": "private",
     "eval_target_epsilon": 4.0,
-    "eval_target_delta": 1e-3,
     "eval_loss_bound": 5.0,
 }
 

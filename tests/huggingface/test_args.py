@@ -58,7 +58,6 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "private_metrics_kwargs": ('{"loss_bound": 2}', {"loss_bound": 2}),
     "eval_data_privacy": ("private", "private"),
     "eval_target_epsilon": ("2", 2.0),
-    "eval_target_delta": ("1e-6", 1e-6),
     "eval_times": ("3", 3),
     "eval_loss_bound": ("4", 4.0),
     "data_dependent_preprocessing": ("vocabulary of 8000", "vocabulary of 8000"),

@@ -203,7 +203,7 @@ def test_saves_of_the_user(tmp_path: Path, file: str, kind: str) -> None:
 def test_a_private_evaluation(tmp_path: Path, kind: str) -> None:
     made = tiny.trainer(
         tmp_path / "out", eval_dataset=tiny.records(100)[64:], eval_data_privacy="private", eval_target_epsilon=2.0,
-        eval_target_delta=1e-3, eval_times=3,
+        eval_times=3,
     )  # fmt: skip
     with (
         broken(tmp_path, r"privacy/\.?ledger\.jsonl(\.\w+\.tmp)?$", kind) as met,

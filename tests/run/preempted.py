@@ -76,7 +76,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lora": {"model": adapted, "optim": "adamw_torch", "max_grad_norm": 0.5},
     "evaluation": {
         "noise_mechanism": "nu_dpftrl", "optim": "sgd", "eval_dataset": _held_out, "eval_data_privacy": "private",
-        "eval_target_epsilon": 2.0, "eval_target_delta": 1e-3, "eval_strategy": "steps", "eval_steps": 3,
+        "eval_target_epsilon": 2.0, "eval_strategy": "steps", "eval_steps": 3,
     },
     "dataset_ledger": {
         "privacy_ledger": "people.jsonl", "privacy_ledger_epsilon": 16.0, "optim": "adamw_torch",

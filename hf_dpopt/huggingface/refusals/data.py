@@ -14,7 +14,7 @@ from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.plan.size_limits import MAX_UNITS
 from hf_dpopt.records.overlap import TrainingRows
 
-BUDGET = ("eval_target_epsilon", "eval_target_delta", "eval_times", "eval_loss_bound")  # of a private set
+BUDGET = ("eval_target_epsilon", "eval_times", "eval_loss_bound")  # of a private set
 METRICS = ("accuracy", "f1", "loss")  # of one
 
 
@@ -135,15 +135,6 @@ def check_private_evaluation(inputs: TrainerInputs) -> Iterator[Refusal]:
         "eval_data_privacy='private' has no budget for the people in the evaluation set. Add --eval_target_epsilon "
         "2, say; it is theirs, and does not touch target_epsilon.",
     )
-    # a set that comes later is checked when it is evaluated
-    sets, delta = inputs.eval_dataset, args.eval_target_delta
-    several = sets.values() if isinstance(sets, dict) else [sets]
-    largest = max([1, *(len(one) for one in several if hasattr(one, "__len__"))])
-    yield (
-        delta is not None and not (0 < delta < 1 and delta * largest <= 1),
-        f"eval_target_delta={delta or 0:g} is outside of 0 to 1/n = {1 / largest:.3g}, with n = {largest} records in "
-        "the evaluation set. Leave it out: the default is below.",
-    )
     yield (
         args.privacy_unit == "user",
         "eval_data_privacy='private' protects single records of the evaluation set, and privacy_unit='user' asks for "
@@ -158,7 +149,7 @@ def check_private_evaluation(inputs: TrainerInputs) -> Iterator[Refusal]:
         )
     best = args.metric_for_best_model
     yield (
-        best is not None and not isinstance(sets, dict) and best.removeprefix("eval_") not in METRICS,
+        best is not None and not isinstance(inputs.eval_dataset, dict) and best.removeprefix("eval_") not in METRICS,
         f"metric_for_best_model={shown(best)} is no metric of a private evaluation set. Use one of: "
         f"{', '.join(METRICS)} (accuracy and f1 for classifiers, f1 for two labels).",
     )
