@@ -151,7 +151,7 @@ class EvaluationGuard:
         }
 
     def _budget_before(self, made: list[Evaluation]) -> EvaluationBudget:
-        """Budget by which to state evaluations of earlier processes; at the delta of the run if no set is named now."""
+        """Budget that states evaluations of earlier processes; at the delta of the run if no set is named now."""
         sets = self._sets
         if self.is_private and hasattr(sets, "__len__"):
             return self._budget(0 if isinstance(sets, dict) else len(sets))
