@@ -22,7 +22,6 @@ COVERED: dict[str, tuple[tuple[str, ...], str]] = {  # option -> the values that
     "public_mirror_descent": ((), "the steps of a head take no other gradients in."),
     "noise_restart_every": ((), "correlated noise is taken back later; the noise of a head is independent."),
     "preconditioner": (("none", "identity", SUBSPACE), "steps must be gradients of one convex loss."),
-    "ball_radius": ((), "the ball of a head is --head_radius."),
     "earlier_runs": ((), "a head is not composed with other runs: add up epsilon and delta of each."),
     "privacy_unit": (("example",), "features are bounded record by record, so single records are protected."),
     "sampling": (("auto", "poisson"), "the batches of a head are full, or Poisson."),

@@ -14,7 +14,7 @@ from hf_dpopt.optim.stock_options import optimizer_from_arguments
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess import IndependentNoise, Postprocess
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
-from hf_dpopt.postprocess.iterates import AfterStep, BallProjection, IterateAverage, decay_over
+from hf_dpopt.postprocess.iterates import IterateAverage, decay_over
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
 from hf_dpopt.public.public_gradients import PublicGradients
@@ -46,20 +46,20 @@ def make_stages(
 
     A filter is among the maps of the released gradient unless the optimizer has a place for it.
     """
-    low_pass, num_steps, chain, after = low_pass_of(args), run.plan.num_steps, list[Postprocess](), list[AfterStep]()
+    low_pass, num_steps, chain = low_pass_of(args), run.plan.num_steps, list[Postprocess]()
     if low_pass is not None and not isinstance(optimizer, NoiseAwareOptimizer):
         chain.append(low_pass)
     if args.public_mirror_descent is not None:
         gradients = public(1)
         assert gradients is not None  # `refusals.check_stages`
         chain.append(PublicMirrorDescent(gradients, num_steps=num_steps, schedule=args.public_mirror_descent))
-    if args.ball_radius is not None:
-        after.append(BallProjection(model, args.ball_radius))
     match args.average_iterate:
         case "exponential":
-            after.append(IterateAverage(model, "exponential", decay=decay_over(num_steps)))
+            after = [IterateAverage(model, "exponential", decay=decay_over(num_steps))]
         case "uniform" | "tail":
-            after.append(IterateAverage(model, start=num_steps // 2 if args.average_iterate == "tail" else 0))
+            after = [IterateAverage(model, start=num_steps // 2 if args.average_iterate == "tail" else 0)]
+        case _:
+            after = []
     return Stages(run, engine, optimizer, [*chain, *postprocess], public=public(0), after=after)
 
 

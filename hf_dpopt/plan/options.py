@@ -295,7 +295,6 @@ class AfterNoiseOptions:
         unset="the last weights",
         choices=("uniform", "tail", "exponential"),
     )
-    ball_radius: float | None = option(None, "Keep the trained weights within this distance of their start.")
 
 
 @dataclass

@@ -170,7 +170,6 @@ REFUSED = [
     ({"preconditioner": "quantile"}, "one convex loss"),
     ({"average_iterate": "tail"}, "returns its final weights"),
     ({"public_mirror_descent": "cosine"}, "no other gradients"),
-    ({"ball_radius": 1.0}, "--head_radius"),
     ({"privacy_unit": "user", "user_id_column": "u"}, "single records are protected"),
     ({"sampling": "balls_in_bins"}, "Use --sampling poisson"),
     ({"adjacency": "replace_one"}, "add_or_remove_one only"),

@@ -49,7 +49,6 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "public_batch_size": ("8", 8),
     "public_mirror_descent": ("linear", "linear"),
     "average_iterate": ("tail", "tail"),
-    "ball_radius": ("2.5", 2.5),
     "noise_rng": ("fast", "fast"),
     "private_state_dir": ("/secret/place", "/secret/place"),
     "journal_limit": ("0.5", 0.5),

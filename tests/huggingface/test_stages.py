@@ -56,7 +56,7 @@ CASES = {
     },
     "mirror descent": {
         "public_mirror_descent": "cosine", "public_dataset": PUBLIC, "public_batch_size": 4, "optim": "dp_adam_bc",
-        "ball_radius": 0.002, "average_iterate": "exponential",
+        "average_iterate": "exponential",
     },
     "rmsprop": {"optim": "dp_rmsprop", "optim_args": "unbiased=true"},
     "adagrad": {"optim": "dp_adagrad"},
@@ -85,7 +85,7 @@ def test_a_resume_at_every_step_is_bit_equal(tmp_path, name):
 @pytest.mark.parametrize("name", CASES)
 def test_accounting_is_that_of_the_same_run_without_these_stages(tmp_path, name):
     stages = ("preconditioner", "preconditioner_kwargs", "filter", "optim", "optim_args", "public_dataset",
-              "public_batch_size", "public_mirror_descent", "average_iterate", "ball_radius")  # fmt: skip
+              "public_batch_size", "public_mirror_descent", "average_iterate")  # fmt: skip
     plain = {k: v for k, v in CASES[name].items() if k not in stages}
     with_it, without = trainer(tmp_path / "a", **CASES[name]), trainer(tmp_path / "b", **plain)
     assert with_it.plan.epsilon() == without.plan.epsilon()
@@ -229,7 +229,6 @@ REFUSED = [
     ({**SUBSPACE, "preconditioner_kwargs": {"rank": 9, "num_public": 8}}, "m gradients span m directions"),
     ({**SUBSPACE, "preconditioner_kwargs": {"adagrad": "goe"}}, "un-noised"),
     ({**SUBSPACE, "preconditioner_kwargs": {"rank": 3}, "optim": "dp_adam_bc"}, "coordinate to coordinate"),
-    ({"ball_radius": float("inf")}, "finite"),
     ({"average_iterate": "polyak"}, "Use one of"),
     ({"public_mirror_descent": "constant", "public_dataset": PUBLIC}, "Use one of"),
     (
@@ -271,14 +270,12 @@ def test_what_does_not_go_together_is_refused_at_construction(tmp_path, changes,
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_ends_with_the_average_within_the_ball(tmp_path):
-    run = trainer(tmp_path, ball_radius=0.01, average_iterate="uniform", optim="sgd", learning_rate=10.0)
+def test_a_run_ends_with_the_average(tmp_path):
+    run = trainer(tmp_path, average_iterate="uniform", optim="sgd", learning_rate=10.0)
     before, seen = tiny.weights(run.model), []
 
     run.add_callback(tiny.At("step_end", lambda state, model: seen.append(tiny.weights(model))))
     run.train()
-    for weights in seen:
-        assert reference.norm({n: weights[n] - before[n] for n in before}).item() == pytest.approx(0.01, rel=1e-3)
     mean = {n: torch.stack([weights[n] for weights in seen]).mean(0) for n in before}
     assert reference.relative_error(tiny.weights(run.model), mean) < 1e-6
 
@@ -327,7 +324,7 @@ def test_another_optimizer_or_average_at_a_resume_is_refused(tmp_path):
     trainer(tmp_path, optim="dp_adam_bc", average_iterate="uniform", max_steps=3).train()
     for changes in (
         {"optim": "adamw_torch", "average_iterate": "uniform"}, {"optim": "dp_adam_bc", "average_iterate": "exponential"},
-        {"optim": "dp_adam_bc", "ball_radius": 1.0},
+        {"optim": "dp_adam_bc"},
     ):  # fmt: skip
         with pytest.raises(DPConfigError, match="Resume with the options"):
             trainer(tmp_path, max_steps=4, **changes).train(resume_from_checkpoint=True)

@@ -17,14 +17,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str]] = {
     "public gradients": ({}, {}, [1], "Gradients of public records.*plain data parallel"),
     "local users": ({**USERS, "local_training": {"learning_rate": 0.1}}, {}, None, "train locally.*leave local"),
     "large users": (USERS, dict(per_device_train_batch_size=3), None, "records_per_user=4 is more than.*Raise --per"),
-    "ball": ({}, dict(ball_radius=1.0), None, "ball_radius=1.0 takes the norm.*leave it out"),
 }
 
 
 def check(options: dict[str, Any], changed: dict[str, Any], public: Any) -> None:
     config = PrivacyConfig(noise_multiplier=1.0, target_delta=1e-3, expected_batch_size=8, **options)
     plan = make_plan(config, num_examples=100, num_steps=5)
-    args = SimpleNamespace(**{"per_device_train_batch_size": 4, "ball_radius": None, **changed})
+    args = SimpleNamespace(**{"per_device_train_batch_size": 4, **changed})
     check_shards(plan, TrainerInputs(args=args, public_dataset=public))
 
 

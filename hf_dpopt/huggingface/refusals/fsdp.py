@@ -42,8 +42,3 @@ def check_shards(plan: PrivacyPlan, inputs: TrainerInputs) -> Iterator[Refusal]:
         "user that does not fit into one physical batch is summed in parts, by plain backwards, which add up the "
         "processes of a model in shards. Raise --per_device_train_batch_size, or lower --records_per_user.",
     )
-    yield (
-        args.ball_radius is not None,
-        f"ball_radius={args.ball_radius} takes the norm of all weights together, which lie in shards. {WHOLE}, or "
-        "leave it out.",
-    )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_dpopt.common.checks import check_count, check_mapping, check_positive
+from hf_dpopt.common.checks import check_count, check_mapping
 from hf_dpopt.common.errors import shown
 from hf_dpopt.common.refusal import Refusal, refuses
 from hf_dpopt.huggingface.inputs import TrainerInputs
@@ -25,7 +25,6 @@ def check_stages(inputs: TrainerInputs, training: TrainingRows) -> Iterator[Refu
     """Refuse preconditioners, filters and optimizers that do not go together, or lack their inputs."""
     args = inputs.args
     check_count("public_batch_size", args.public_batch_size)
-    check_positive(ball_radius=args.ball_radius)
     options = check_mapping("preconditioner_kwargs", args.preconditioner_kwargs or {}, '{"clipping_norm": 5}')
     yield from _on_kinds(inputs)
     low_pass, optimizer = low_pass_of(args), _optimizer(inputs)
