@@ -1,16 +1,13 @@
 """Lower bounds on epsilon from one run: how well guesses of which canaries took part came out.
 
 Every canary is in or out with probability 1/2, and the auditor guesses from scores (larger means "in") for those
-with the highest and the lowest ones, and leaves out the others. The three bounds ask for more and give more:
+with the highest and the lowest ones, and leaves out the others. The second bound asks for more and gives more:
 
 * `one_run`: no assumption about the mechanism (Steinke, Nasr and Jagielski 2023, arXiv:2305.08846, Theorem 5.2).
-* `one_run_curve`: that the trade-off curve is that of a Gaussian mechanism (Mahloujifar, Melis and Chaudhuri 2024,
-  arXiv:2410.22235, Algorithm 3). It refutes the claim that the run is mu-GDP; epsilon is that of the smallest mu that
-  is not refuted.
-* `independent`: besides, that the scores of the canaries are independent of each other, as they are where every canary
-  has coordinates and noise of its own, and that a threshold was fixed beforehand. With a single release of a Gaussian
-  mechanism nothing is lost but the error of the sample (Nasr et al. 2023, arXiv:2302.07956, compare canaries so over
-  many runs).
+* `independent`: that the trade-off curve is that of a Gaussian mechanism, that the scores of the canaries are
+  independent of each other, as they are where every canary has coordinates and noise of its own, and that a threshold
+  was fixed beforehand. With a single release of a Gaussian mechanism nothing is lost but the error of the sample (Nasr
+  et al. 2023, arXiv:2302.07956, compare canaries so over many runs).
 
 A bound that is far below the claim does not say that the claim is loose: the attack may be weak.
 """
@@ -18,9 +15,7 @@ A bound that is far below the claim does not say that the claim is loose: the at
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
 
 import numpy as np
 from dp_accounting import get_epsilon_gaussian
@@ -30,7 +25,6 @@ from hf_dpopt.common.errors import DPConfigError
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of the canaries that are guessed; each is a test of its own
 LARGEST_EPSILON = 200.0
-MOST_MU = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +95,7 @@ def lower_bounds(
             raise DPConfigError(f"{name}={value} makes no bound. Use a number between 0 and 1.")
     trials = guess(scores, included)
     each = significance / len(trials)
-    mu = max(_largest(functools.partial(_is_refuted_as_curve, t, each), MOST_MU) for t in trials)
-    epsilon = max(_largest(functools.partial(_is_refuted, t, each, delta), LARGEST_EPSILON) for t in trials)
-    bounds = {"one_run": epsilon, "one_run_curve": epsilon_of_gaussian(mu, delta)}
+    bounds = {"one_run": max(_largest_refuted(t, each, delta) for t in trials)}
     if threshold is not None:
         num_correct = int(((np.asarray(scores) > threshold) == np.asarray(included).astype(bool)).sum())
         bounds["independent"] = epsilon_of_gaussian(_mu_if_independent(len(scores), num_correct, significance), delta)
@@ -124,26 +116,6 @@ def one_run_p_value(guesses: Guesses, epsilon: float, delta: float) -> float:
     return min(1.0, beta + 2 * guesses.num_canaries * delta * alpha)
 
 
-def _is_refuted(guesses: Guesses, significance: float, delta: float, epsilon: float) -> bool:
-    return one_run_p_value(guesses, epsilon, delta) <= significance
-
-
-def _is_refuted_as_curve(guesses: Guesses, significance: float, mu: float) -> bool:
-    """Whether no mu-GDP mechanism lets so many guesses be right with more than that probability.
-
-    Source: arXiv:2410.22235, Algorithm 3 (`rh_with_cap`), with ``1 - f`` inverted in closed form.
-    """
-    m, r, v = guesses.num_canaries, guesses.num_guesses, guesses.num_correct
-    right, wrong = significance * v / m, significance * (r - v) / m
-    for i in range(v - 1, -1, -1):
-        wrong_next = max(wrong, float(special.ndtr(special.ndtri(right) - mu)))
-        if wrong_next == wrong:  # nothing changes from here on
-            break
-        right = min(1.0, right + i / (r - i) * (wrong_next - wrong))
-        wrong = wrong_next
-    return right + wrong > r / m
-
-
 def _mu_if_independent(num_canaries: int, num_correct: int, significance: float) -> float:
     """Smallest mu that independent guesses do not refute: each is right with probability at most Phi(mu / 2).
 
@@ -155,12 +127,16 @@ def _mu_if_independent(num_canaries: int, num_correct: int, significance: float)
     return max(0.0, 2 * float(special.ndtri(right)))
 
 
-def _largest(is_refuted: Callable[[float], bool], most: float) -> float:
-    """Largest value that is refuted, to 1e-4; 0 if none is. What is refuted at x is refuted below."""
+def _largest_refuted(guesses: Guesses, significance: float, delta: float) -> float:
+    """Largest epsilon that is refuted, to 1e-4; 0 if none is. What is refuted at x is refuted below."""
+
+    def is_refuted(epsilon: float) -> bool:
+        return one_run_p_value(guesses, epsilon, delta) <= significance
+
     if not is_refuted(0.0):
         return 0.0
     low, high = 0.0, 1.0
-    while high < most and is_refuted(high):
+    while high < LARGEST_EPSILON and is_refuted(high):
         low, high = high, 2 * high
     while high - low > 1e-4:
         middle = (low + high) / 2

@@ -11,8 +11,7 @@ from scipy import stats
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.audit import audit, law
-from hf_dpopt.audit.auditing import CLAIM, FALSE_ALARM, judge
-from hf_dpopt.audit.canary_scores import log_likelihood_ratios
+from hf_dpopt.audit.auditing import CLAIM, FALSE_ALARM, judge, log_likelihood_ratios
 from hf_dpopt.audit.observe import observe
 from tests.audit import guard
 from tests.audit.guard import AUDITED, SETTINGS

@@ -97,7 +97,7 @@ def test_weights_that_the_report_does_not_name_fail(forge: Forge) -> None:
 
 # --- audits ----------------------------------------------------------------------------------------------------------
 
-BOUNDS = {"one_run": 1.25, "one_run_curve": 1.5, "independent": 1.75}
+BOUNDS = {"one_run": 1.25, "independent": 1.75}
 
 
 def _audited(folder: Folder, kind: str, **changes: Any) -> Folder:
