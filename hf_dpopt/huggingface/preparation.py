@@ -10,7 +10,7 @@ from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.records.collation import Batch, Collation
 from hf_dpopt.records.losses import RecordLosses, base_model
 from hf_dpopt.records.rows import read_one, spread
-from hf_dpopt.records.trial import NONE_USABLE, try_collation
+from hf_dpopt.records.trial import try_collation
 from hf_dpopt.run.kept_state import changed_by_a_forward, kept_buffers
 from hf_dpopt.self_check.conditions import in_mode
 
@@ -26,11 +26,7 @@ def look_at_records(dataset: Any, collation: Collation, losses: RecordLosses) ->
         UnsupportedModuleError: if a forward in evaluation mode changes buffers that are saved; they are restored.
     """
     records = [row for i in spread(len(dataset), TRIED) for row in read_one(dataset, i)]
-    try_collation(collation, records)
-    fitted = [(record, row) for record in records if (row := collation.fitted(record)) is not None]
-    usable = [record for record, row in fitted if not collation.limits.empty(collation.row(row)).any()]
-    if records and not usable:
-        raise DPConfigError(NONE_USABLE)
+    usable = try_collation(collation, records)
     with kept_buffers(losses.model) as start, in_mode(losses.model, training=False), torch.no_grad():
         found = [_run(collation, losses, record) for record in usable[:RUN]]
         for part in collation.parts(usable[:2]):

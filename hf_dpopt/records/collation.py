@@ -122,12 +122,11 @@ class Collation:
         groups: dict[Any, list[tuple[int, Any]]] = {}
         for i, record in usable:
             groups.setdefault(_types(record) if self.sees_batches else None, []).append((i, record))
-        found = [part for types, group in groups.items() for part in self._of_group(group, types is not None)]
+        found: list[Part] = []
+        for types, group in groups.items():
+            together = self._together(group) if types is not None else None
+            found += self._one_by_one(group) if together is None else [together]
         return [Part(self.place(part.batch), part.places) for part in found]
-
-    def _of_group(self, group: list[tuple[int, Any]], are_alike: bool) -> list[Part]:
-        together = self._together(group) if are_alike else None
-        return together or self._one_by_one(group)
 
     def keeps_apart(self, a: Any, b: Any) -> bool:
         """Whether a known collator never sees two fitted records at once, because their types differ."""
@@ -164,24 +163,17 @@ class Collation:
         cut = _without_padded_targets(row)
         return cut | trimmed({key: value for key, value in cut.items() if key not in TARGETS})
 
-    def _together(self, usable: list[tuple[int, Any]]) -> list[Part] | None:
+    def _together(self, usable: list[tuple[int, Any]]) -> Part | None:
         """One batch of all records, made by the collator; None if it fails or the rows must be examined one by one."""
-        while usable:
-            try:
-                batch = dict(self.collate([record for _, record in usable]))
-                if num_records(batch) != len(usable) or _mixes_by_padding(batch, usable):
-                    return None
-                if self.limits.is_too_wide(batch):
-                    return None
-                failing_B = self.limits.failing(batch)
-            except BaseException as error:  # one record of the batch, which the others must not suffer from
-                if is_environment(error):
-                    raise
-                return None
-            if not failing_B.any():
-                return [Part(batch, tuple(i for i, _ in usable))]
-            usable = [pair for pair, fails in zip(usable, failing_B.tolist(), strict=True) if not fails]
-        return None
+        try:
+            batch = dict(self.collate([record for _, record in usable]))
+            is_whole = num_records(batch) == len(usable) and not _mixes_by_padding(batch, usable)
+            is_whole = is_whole and not self.limits.is_too_wide(batch) and not self.limits.failing(batch).any()
+        except BaseException as error:  # one record of the batch, which the others must not suffer from
+            if is_environment(error):
+                raise
+            return None
+        return Part(batch, tuple(i for i, _ in usable)) if is_whole else None
 
     def _one_by_one(self, usable: list[tuple[int, Any]]) -> list[Part]:
         rows = []

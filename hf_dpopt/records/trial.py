@@ -35,21 +35,21 @@ FAILS = (
 )
 
 
-def try_collation(collation: Collation, records: Sequence[Any]) -> None:
+def try_collation(collation: Collation, records: Sequence[Any]) -> list[Any]:
     """Collate records alone, in pairs in both orders, and beside a shorter copy of themselves, and compare.
 
     Args:
         collation: the collation of the run.
-        records: some records of the dataset.
+        records: some records of the dataset, at least one.
+
+    Returns:
+        Those that can be used, as they were given.
 
     Raises:
-        DPConfigError: if the row of a record depends on its neighbour, or the collator fails.
+        DPConfigError: if the row of a record depends on its neighbour, the collator fails, or no record can be used.
     """
-    fitted = [row for record in records if (row := collation.fitted(record)) is not None]
-    if not fitted:
-        if records:
-            raise DPConfigError(NONE_USABLE)
-        return
+    known = [(record, row) for record in records if (row := collation.fitted(record)) is not None]
+    fitted = [row for _, row in known]
     with keep_generators(torch.device("cpu")):
         for a, b in itertools.pairwise(fitted if len(fitted) > 1 else fitted * 2):
             _compare(collation, a, b)
@@ -58,6 +58,10 @@ def try_collation(collation: Collation, records: Sequence[Any]) -> None:
         if pair is not None:
             _compare(collation, *pair)
             _compare(collation, *reversed(pair))
+    usable = [record for record, row in known if not collation.limits.empty(collation.row(row)).any()]
+    if not usable:
+        raise DPConfigError(NONE_USABLE)
+    return usable
 
 
 def beside_shorter(collation: Collation, records: Sequence[Any]) -> tuple[Any, Any] | None:

@@ -18,7 +18,7 @@ import torch
 from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.clipping.clipped_sum import ClippedSum, Taker
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
-from hf_dpopt.records.collation import Collation, Collator, Part, length_of, row_of, trimmed
+from hf_dpopt.records.collation import Collation, Collator, length_of, row_of, trimmed
 from hf_dpopt.records.losses import RecordLosses, num_records
 from hf_dpopt.records.rows import is_environment, read_rows
 from hf_dpopt.run.run import PrivateRun
@@ -67,14 +67,13 @@ class LogicalBatch:
             collate: the collation of the run, or a collator.
             tokens: most tokens of a batch of several records, padding included; None for no limit.
         """
-        for some in physical_parts(self.records, size, collate, tokens=tokens):
-            yield from (part.batch for part in some)
+        return physical_batches(self.records, size, collate, tokens=tokens)
 
 
-def physical_parts(
+def physical_batches(
     records: list[Any], size: int, collate: Collation | Collator, *, tokens: int | None = None
-) -> Iterator[list[Part]]:
-    """Yield what is made of records of similar length: one batch, mostly, whose places count from the first of them.
+) -> Iterator[Any]:
+    """Yield collated batches of records of similar length.
 
     The longest come first: what does not fit is found at once, and shorter batches reuse the memory of longer ones.
 
@@ -88,7 +87,7 @@ def physical_parts(
     while start < len(ordered):
         longest = length_of(ordered[start])
         num = size if tokens is None or not longest else min(size, max(1, tokens // longest))
-        yield collation.parts(ordered[start : start + num])
+        yield from (part.batch for part in collation.parts(ordered[start : start + num]))
         start += num
 
 

@@ -63,7 +63,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the type of a column is that of the first record of the batch",
         "hf_dpopt/records/collation.py",
-        "self._together(group) if are_alike else None",
+        "self._together(group) if types is not None else None",
         "self._together(group)",
         (f"{COLLATORS}::test_an_integer_label_does_not_truncate_the_fractions_of_others",),
     ),
