@@ -13,7 +13,7 @@ import pytest
 GUARDS = (
     "tests/adversary/", "tests/audit/", "tests/contract/", "tests/faults/", "tests/frozen/", "tests/sharded/",
     "tests/verify/",
-    "tests/mechanisms/test_slices.py", "tests/huggingface/test_processes.py", "tests/huggingface/test_two_nodes.py",
+    "tests/mechanisms/test_slices.py", "tests/recipes/test_processes.py", "tests/huggingface/test_two_nodes.py",
     "tests/huggingface/test_two_processes.py", "tests/common/test_zones.py",
 )  # fmt: skip
 
