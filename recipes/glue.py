@@ -31,7 +31,9 @@ from typing import Any
 
 if __name__ == "__main__":  # run as a script: the repository root is not on the path then
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    import recipes  # noqa: F401  first of all: it names missing packages and quiets imports
+    from recipes import flags
+
+    flags.refuse_unknown(sys.argv[1:])  # before the imports below, which take seconds
 
 import numpy as np
 from datasets import DatasetDict

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import time
 from collections.abc import Collection, Mapping
@@ -15,6 +14,7 @@ from transformers import HfArgumentParser
 
 from hf_dpopt import DPConfigError, DPTrainingArguments
 from hf_dpopt.huggingface.refusals.training_arguments import check_arguments
+from recipes import flags
 from recipes.public_first import check_public
 
 ACTIONS = {"train": "do_train", "validation": "do_eval", "test": "do_predict"}  # split -> flag that uses it
@@ -119,8 +119,8 @@ def read_flags(
     """
     parser = Parser((*classes, training_class), allow_abbrev=False)
     from_file = _json_flags(Path(argv[0])) if len(argv) == 1 and argv[0].endswith(".json") else None
-    flags = {a.split("=")[0].lstrip("-").replace("-", "_") for a in argv if a.startswith("--")}
-    given = flags if from_file is None else set(from_file)
+    words = {a.split("=")[0].lstrip("-").replace("-", "_") for a in argv if a.startswith("--")}
+    given = words if from_file is None else set(from_file)
     embedded = not given & set(sources)
     defaults = {**(always or {}), **(embedded_defaults if embedded else {})}
     if given & {"noise_multiplier", "non_private"}:
@@ -146,29 +146,14 @@ class Parser(HfArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            raise unknown_flag(unknown[:1], self._option_string_actions)
+            raise flags.unknown_flag(unknown[:1], self._option_string_actions)
         return found, unknown
 
     def parse_dict(self, args: dict[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
         names = {action.dest for action in self._actions}
         if unknown := [name for name in args if name not in names]:
-            raise unknown_flag(unknown, names)
+            raise flags.unknown_flag(unknown, names)
         return super().parse_dict(args, allow_extra_keys)
-
-
-def unknown_flag(given: Collection[str], known: Collection[str]) -> DPConfigError:
-    close = {name: _nearest(name.split("=")[0], known) for name in given}
-    said = (f"{name} is not a flag.{f' Did you mean {meant[0]}?' if meant else ''}" for name, meant in close.items())
-    return DPConfigError(f"{' '.join(said)} --help lists all flags.")
-
-
-def _nearest(name: str, known: Collection[str]) -> list[str]:
-    """Return the flag that was meant, if any: --epsilon is --target_epsilon, and --lora_rank is --lora_r."""
-    target = name.replace(word := name.lstrip("-"), f"target_{word}")
-    shorter = max((flag for flag in known if "_" in flag and name.startswith(flag)), key=len, default=None)
-    if target in known or shorter is not None:
-        return [target if target in known else shorter]  # type: ignore[list-item]
-    return difflib.get_close_matches(name, known, 1, cutoff=0.75)
 
 
 def _json_flags(path: Path) -> dict[str, Any]:

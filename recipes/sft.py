@@ -25,7 +25,9 @@ from typing import Any
 
 if __name__ == "__main__":  # run as a script: the repository root is not on the path then
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    import recipes  # noqa: F401  first of all: it names missing packages and quiets imports
+    from recipes import flags
+
+    flags.refuse_unknown(sys.argv[1:])  # before the imports below, which take seconds
 
     if importlib.util.find_spec("trl") is None:
         sys.exit("error: recipes/sft.py needs the package trl. Run: pip install 'hf-dpopt[chat]'")
@@ -34,7 +36,7 @@ from datasets import Dataset
 from transformers import AutoConfig, GenerationConfig
 
 from hf_dpopt import DPConfigError, DPSFTConfig, DPSFTTrainer
-from recipes import hub, models, options, processes, running
+from recipes import flags, hub, models, options, processes, running
 from recipes.embedded.chats import build_smollm2, read_chats
 from recipes.tables import TEXT_EXTENSIONS, columns_in, read_table
 
@@ -136,7 +138,7 @@ def parse(argv: list[str]) -> tuple[DataArguments, DPSFTConfig, ModelConfig, boo
     )
     if unknown:
         known = {flag for action in parser._actions for flag in action.option_strings}
-        raise options.unknown_flag([word for word in unknown if word.startswith("-")] or unknown[:1], known)
+        raise flags.unknown_flag([word for word in unknown if word.startswith("-")] or unknown[:1], known)
     if not is_embedded and (data_args.train_file is None or model_args.model_name_or_path is None):
         missing = "train_file" if data_args.train_file is None else "model_name_or_path"
         raise DPConfigError(f"{missing}: missing. Name a model and a training file, or neither for the embedded job.")
