@@ -162,18 +162,21 @@ def encode_labels(table: Table, column: str, labels: list[str] | None) -> list[i
     if labels is None:
         return [_score(table, row, value) for row, value in enumerate(values)]
     ids = {name: i for i, name in enumerate(labels)}
-    if not any(map(_is_number, labels)):
-        ids |= {str(i): i for i in range(len(labels))}
+    numbers = {} if any(map(_is_number, labels)) else {str(i): i for i in range(len(labels))}
     encoded = []
     for row, value in enumerate(values):
         text = _label_text(table, row, value)
-        if text not in ids:
+        if text not in ids | numbers:
             allowed = ", ".join(map(repr, labels[:20])) + (" ..." if len(labels) > 20 else "")
+            number = f", nor their number from 0 to {len(labels) - 1}" * (_is_number(text) and bool(numbers))
             raise DPConfigError(
-                f"{table.where(row)}: label {text!r} is not one of {allowed}. Correct the row, or add {text!r} "
-                "to --label_list."
+                f"{table.where(row)}: label {text!r} is not one of {allowed}{number}. Correct the row, or add "
+                f"{text!r} to --label_list."
             )
-        encoded.append(ids[text])
+        encoded.append((ids | numbers)[text])
+    if numbers and str(values[0]).strip() in numbers:
+        meaning = ", ".join(f"{i} is {name}" for i, name in enumerate(labels[:10]))
+        logger.info(f"The labels of {table.name} are numbers from 0, in the order of the names: {meaning}.")
     return encoded
 
 

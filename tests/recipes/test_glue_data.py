@@ -102,7 +102,7 @@ def test_label_map() -> None:
     "labels, value, mend",
     [
         (["a", "b"], "c", "train.tsv, line 3: label 'c' is not one of 'a', 'b'. Correct the row, or add 'c'"),
-        (["a", "b"], "2", "line 3: label '2' is not one of"),
+        (["a", "b"], "2", "line 3: label '2' is not one of 'a', 'b', nor their number from 0 to 1. Correct"),
         (["a", "b"], "", "line 3: the label is empty. Give every record"),
         (["a", "b"], None, "line 3: the label is empty"),
         (None, "high", "line 3: 'high' is not a finite number"),
@@ -134,6 +134,12 @@ def test_the_label_list_is_said_to_be_public(caplog: pytest.LogCaptureFixture) -
         caplog.clear()
         assert build(tables, label_list=["b", "a"]).splits["train"]["label"] == [0, 1]
         assert caplog.text == ""
+
+
+def test_numbers_are_said_to_be_those_of_the_list(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        data = build({"train": table(text=["x", "y"], label=["1", "0"])}, label_list=["bad", "good"])
+    assert data.splits["train"]["label"] == [1, 0] and "0 is bad, 1 is good" in caplog.text
 
 
 def test_validation_labels_come_from_training_not_from_validation() -> None:
