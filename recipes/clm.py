@@ -61,7 +61,7 @@ from recipes.clm_data import (
     tokenize,
 )
 from recipes.generation import generate, generation_metrics, group_references, most_prompt_tokens
-from recipes.public_first import SPLIT, learn_public
+from recipes.public_first import SPLIT, learn_public, stages_on_public
 from recipes.tables import TEXT_EXTENSIONS, Table
 
 logger = logging.getLogger("recipes.clm")
@@ -207,6 +207,7 @@ def finetune(
         preprocess_logits_for_metrics=functools.partial(loss_of_records, shifted=shifted),
         processing_class=tokenizer,
         data_collator=collate,
+        **({"public_dataset": splits[SPLIT].dataset} if SPLIT in splits and stages_on_public(training_args) else {}),
     )
     if training_args.do_train:
         running.train(trainer, training_args)

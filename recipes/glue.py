@@ -56,7 +56,7 @@ from recipes.glue_model import is_own, load_model, save_merged
 from recipes.models import choose_trained
 from recipes.pooled_model import WAYS, is_pooled
 from recipes.prompts import fill, make_prompt
-from recipes.public_first import SPLIT, learn_public
+from recipes.public_first import SPLIT, learn_public, stages_on_public
 from recipes.warm_start import fill_start, start_head
 
 logger = logging.getLogger("recipes.glue")
@@ -166,7 +166,7 @@ def main(argv: list[str]) -> None:
         start_head(model, splits["train"], collate, training_args, model_args.warm_start_epsilon)
     model = choose_trained(model, model_args, "SEQ_CLS")
     if SPLIT in splits:
-        learn_public(model, splits.pop(SPLIT), collate, training_args, data_args)
+        learn_public(model, splits[SPLIT], collate, training_args, data_args)
     inputs: dict[str, Any] = splits
     is_frozen = model_args.freeze == "encoder" and is_pooled(model.config) and data.labels is not None
     if is_frozen and can_train_on_features(model, training_args.privacy_unit):
@@ -182,6 +182,7 @@ def main(argv: list[str]) -> None:
         compute_metrics=None if running.has_private_evaluation(training_args) else compute_metrics,
         processing_class=tokenizer,
         data_collator=collate,
+        **({"public_dataset": inputs.get(SPLIT)} if stages_on_public(training_args) else {}),
     )
     plan_private_evaluations(trainer, inputs)
     if training_args.do_train:
@@ -218,6 +219,12 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
             raise DPConfigError(
                 f"task_name={data_args.task_name!r} is unknown. Use one of: {', '.join(sorted(GLUE_LABELS))}."
             )
+    of_files = ("text_column", "text_pair_column", "label_column", "label_list")
+    if embedded and (given := [name for name in of_files if getattr(data_args, name) is not None]):
+        raise DPConfigError(
+            f"{' and '.join(given)}: for data of your own, and the embedded job has its columns and labels. Add "
+            "--model_name_or_path and --train_file, or leave it out."
+        )
     if model_args.warm_start_epsilon is not None and data_args.non_private:
         raise DPConfigError("warm_start_epsilon is for private runs. Leave it or non_private out.")
     if model_args.warm_start_epsilon is not None and data_args.public_file is not None:

@@ -71,9 +71,11 @@ class DataArguments:
     train_file: str | None = flag(None, "csv, tsv, json or jsonl, each optionally .gz.")
     validation_file: str | None = flag(None, "The same, for evaluation.")
     public_file: str | None = flag(
-        None, "Public records, in the form of train_file: ordinary training on them comes first."
+        None,
+        "Public records, in the form of train_file: ordinary training on them comes first, and --preconditioner "
+        "adadps or subspace and --public_mirror_descent learn from them.",
     )
-    public_epochs: float = flag(1.0, "Passes over public_file.")
+    public_epochs: float = flag(1.0, "Passes of ordinary training over public_file; 0 for none.")
     public_learning_rate: float | None = flag(
         None, "Of the training on public_file. Default: 5e-5, of adapters and heads 1e-3."
     )
@@ -206,7 +208,7 @@ def check(model_args: ModelArguments, data_args: Any, training_args: DPTrainingA
             "--validation_file; without any of these and without a model the embedded job runs."
         )
     check_files(data_args, training_args)
-    check_public(data_args)
+    check_public(data_args, training_args)
     check_counts(data_args)
     if model_args.lora_r < 0:
         raise DPConfigError(f"lora_r={model_args.lora_r} is negative. Use 4 to 64, or 0 to train all parameters.")

@@ -43,7 +43,7 @@ from transformers import AutoModelForCausalLM, Trainer
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
 from hf_dpopt.huggingface.refusals.training_arguments import check_arguments
 from recipes import models, options, processes, running, stackoverflow_synthetic
-from recipes.public_first import learn_public
+from recipes.public_first import learn_public, stages_on_public
 from recipes.stackoverflow_data import (
     TOKENS,
     Collator,
@@ -113,7 +113,11 @@ class DataTrainingArguments:
     vocabulary_file: str | None = options.flag(
         None, "Public words, the most frequent first: the benchmark's word_count, a list, or JSON."
     )
-    public_file: str | None = options.flag(None, "Public texts to count words in, if there is no vocabulary_file.")
+    public_file: str | None = options.flag(
+        None,
+        "Public texts: to count words in, if there is no vocabulary_file, and for --preconditioner adadps or subspace "
+        "and --public_mirror_descent.",
+    )
     tags_file: str | None = options.flag(None, "Public tags: the benchmark's tag_count, a list, or JSON.")
     num_tags: int = options.flag(500, "Tags that are predicted: the first of tags_file.")
     vocabulary_size: int = options.flag(10_000, "Words that have an id of their own.")
@@ -152,14 +156,15 @@ def main(argv: list[str]) -> None:
     tell_of_shared_users(splits, user)
     pieces = encoder if isinstance(encoder, Pieces) else None
     collate = Collator(len(encoder.tags) if isinstance(encoder, Tags) else 0)
-    if data_args.public_epochs and vocabulary is not None:
-        known = [{"input_ids": vocabulary.sentence(text, data_args.max_words)} for text in public_texts]
-        learn_public(model, known, collate, training_args, data_args)
+    public = Dataset.from_dict(encoder.encode([{data_args.text_column: text} for text in public_texts]))
+    if training_args.do_train:
+        learn_public(model, public, collate, training_args, data_args)
     trainer = DPTrainer(
         model=model,
         args=training_args,
         train_dataset=splits["train"],
         data_collator=collate,
+        public_dataset=public if stages_on_public(training_args) else None,
         per_example_loss_func=tag_losses if data_args.task == "tags" else None,
         processing_class=pieces.tokenizer if pieces is not None else None,
     )
@@ -210,10 +215,11 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
             )
         if data_args.task == "tags" and not data_args.tags_file:
             raise DPConfigError("Tags are published with the model. Give --tags_file <public tags>.")
-        if data_args.public_epochs and (data_args.task == "tags" or not data_args.public_file):
-            raise DPConfigError(
-                "public_epochs trains the next word on public texts. Add --public_file, or leave public_epochs out."
-            )
+    on_public = [*stages_on_public(training_args), *(["public_epochs"] if data_args.public_epochs else [])]
+    if on_public and (data_args.task == "tags" or not data_args.public_file):
+        raise DPConfigError(
+            f"{' and '.join(on_public)}: learns the next word from public texts. Add --public_file, or leave it out."
+        )
     if model_args.model_name_or_path and (data_args.task == "tags" or data_args.public_epochs):
         raise DPConfigError(
             "model_name_or_path: a pretrained model predicts the next word and needs no public texts. Leave out "

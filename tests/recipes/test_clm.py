@@ -164,6 +164,13 @@ def test_chunks_are_records_and_the_statement_says_so(gpt2_dir: str, files: Path
     assert "is one chunk of at most 8 tokens; a document of several chunks" in report["data_dependent_preprocessing"]
 
 
+def test_a_preconditioner_learns_from_the_public_file(gpt2_dir: str, files: Path) -> None:
+    (files / "public.csv").write_text("mr,ref\n" + "name[X],X is here\n" * 8)
+    flags = {"public_file": "public.csv", "public_epochs": "0", "public_batch_size": "8", "max_steps": "2"}
+    assert clm.run(arguments(gpt2_dir, preconditioner="adadps", **flags)) == 0
+    assert "adadps" in (files / "out" / "privacy" / "statement.md").read_text()
+
+
 def test_non_private_says_so(gpt2_dir: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert clm.run(arguments(gpt2_dir, non_private="true", target_epsilon=None)) == 0
     assert "NONE (--non_private)" in capsys.readouterr().out

@@ -130,6 +130,12 @@ REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
         {"warm_start_epsilon": "1", "lora_r": "2", "lora_target_modules": "nothing"},
         "Name layers with --lora_target_modules",
     ),
+    "public stage alone": ({"preconditioner": "adadps"}, "preconditioner='adadps': learns .* Add --public_file"),
+    "public mirror alone": ({"public_mirror_descent": "cosine"}, "'cosine': learns .* Add --public_file"),
+    "labels of the embedded job": (
+        {"label_list": "a,b", **dict.fromkeys(("train_file", "validation_file", "model_name_or_path"))},
+        "label_list: for data of your own",
+    ),
     "public passes": ({"public_file": "p.tsv", "public_epochs": "0"}, "must be finite and > 0"),
     "public rate alone": ({"public_learning_rate": "0.1"}, "Add --public_file"),
     "public without a private run": (
@@ -317,7 +323,16 @@ def test_a_private_evaluation_has_a_share_for_both_sets_of_mnli(
     assert 1 < results["eval_epsilon"] <= 2
 
 
-# --- what comes before the private run -------------------------------------------------------------------------------
+# --- public records, and what comes before the private run -------------------------------------------------------------------------------
+
+
+def test_a_preconditioner_learns_from_the_public_file(model_dir: str, files: Path) -> None:
+    (files / "public.tsv").write_text("sentence\tlabel\n" + "a fine film\t1\nno good film\t0\n" * 20)
+    flags = {"public_file": "public.tsv", "public_epochs": "0", "preconditioner": "subspace",
+             "preconditioner_kwargs": '{"rank": 4}', "max_steps": "2"}  # fmt: skip
+    assert glue.run(arguments(model_dir, **flags)) == 0
+    statement = (files / "out" / "privacy" / "statement.md").read_text()
+    assert "subspace" in statement and "declared public" not in statement, "there was no ordinary training"
 
 
 @pytest.mark.slow

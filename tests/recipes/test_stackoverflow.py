@@ -510,6 +510,13 @@ def test_public_texts_come_before_privacy(files, capsys):
     )
 
 
+def test_a_preconditioner_learns_from_public_texts(files, capsys):
+    (files / "public.txt").write_text("\n".join(f"how is a list {i}" for i in range(8)))
+    more = {"public_file": "public.txt", "preconditioner": "adadps", "public_batch_size": "8"}
+    assert stackoverflow.run(arguments(**more)) == 0, capsys.readouterr().err
+    assert "adadps" in (files / "out/privacy/statement.md").read_text()
+
+
 REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     "no vocabulary": ({"vocabulary_file": None}, "Words need public ids"),
     "no such vocabulary": ({"vocabulary_file": "nothing.txt"}, "nothing.txt is not a file"),
