@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_dpopt import DPConfigError, DPTrainingArguments
 from hf_dpopt.plan.advice import kind_of
-from hf_dpopt.preclip import make_preclip
+from hf_dpopt.preclip import PRECLIPS
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +67,11 @@ def learn_public(model: Any, records: Any, collate: Any, args: DPTrainingArgumen
 
 def stages_on_public(args: DPTrainingArguments) -> list[str]:
     """The flags of stages of a private step that learn from public records."""
-    needs = {"preconditioner": make_preclip(args.preconditioner, args.preconditioner_kwargs).needs_public_records}
-    needs["public_mirror_descent"] = args.public_mirror_descent is not None
+    preclip, _ = PRECLIPS.get(args.preconditioner, PRECLIPS["none"])  # an unknown name is refused with the budget
+    needs = {
+        "preconditioner": preclip.needs_public_records,
+        "public_mirror_descent": args.public_mirror_descent is not None,
+    }
     return [f"{name}={getattr(args, name)!r}" for name, is_needed in needs.items() if is_needed]
 
 
