@@ -34,7 +34,8 @@ import torch
 import whole_step
 from cases import SHAPES, Case, peak_mib, seconds, synchronize, versions
 
-from hf_dpopt.randomness.cipher import NOISE_SOURCES, NoiseSource
+from hf_dpopt.randomness.cipher import NOISE_SOURCES
+from hf_dpopt.randomness.source import NoiseSource
 
 DEFAULT = ("roberta-large", "gpt2", "gpt2-medium", "gpt2-large")
 RECORDS = 1024  # of the logical step that the noise is compared with

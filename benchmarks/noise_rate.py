@@ -25,9 +25,9 @@ import torch
 from step_cost import Case, seconds
 
 from hf_dpopt.noise import NoiseStream, independent_noise
-from hf_dpopt.randomness import blocks, cipher
+from hf_dpopt.randomness import chacha, cipher
+from hf_dpopt.randomness.chacha import usable_cores
 from hf_dpopt.randomness.cipher import NOISE_SOURCES
-from hf_dpopt.randomness.cores import usable_cores
 
 NUM = 2**17  # of a trial: a millisecond, which other work seldom interrupts
 TRIALS = 300  # of a rate, in each repetition
@@ -37,7 +37,7 @@ KEY = bytes(range(32))
 @contextlib.contextmanager
 def cores(num: int) -> Iterator[None]:
     """Draw on that many cores."""
-    modules: tuple[Any, ...] = (blocks, cipher)
+    modules: tuple[Any, ...] = (chacha, cipher)
     try:
         for module in modules:
             module.usable_cores = lambda: num

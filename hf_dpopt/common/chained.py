@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_dpopt.common.disk_faults import naming
-from hf_dpopt.common.durable import is_open_at, read_whole, write_durably
+from hf_dpopt.common.durable import is_open_at, parse_json, read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.common.json_text import parse_json
 from hf_dpopt.common.locks import FileLock, LockHeld, open_plain
 
 GENESIS = "0" * 64  # what the first record names as the one before it

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import json
 import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from hf_dpopt.common.disk_faults import naming
 from hf_dpopt.common.errors import DPConfigError
@@ -234,3 +236,28 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+MOST_NESTED = 100  # what is nested deeper, a reader further down the stack could not follow
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Value of a text in JSON.
+
+    Raises:
+        ValueError: if it is none, or nested deeper than a reader can follow.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("too many brackets") from None
+    level = [value]
+    for _ in range(MOST_NESTED):
+        level = [inner for one in level if isinstance(one, dict | list) for inner in _inside(one)]
+    if level:
+        raise ValueError("too many brackets")
+    return value
+
+
+def _inside(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value

@@ -1,8 +1,10 @@
-"""Errors a user can meet. Each says what was wrong, what is allowed, and how to fix it."""
+"""Errors a user can meet, and tables of refusals. Each says what was wrong, what is allowed, and how to fix it."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ParamSpec
 
 LONGEST = 1000  # characters of a message; what is longer was quoted from somewhere, and loses its middle
 
@@ -51,3 +53,25 @@ class DPBudgetExceeded(OneLineError, RuntimeError):
 
 class PrivacyWarning(UserWarning):
     """A privacy setting that is allowed but weaker than it looks."""
+
+
+P = ParamSpec("P")
+Refusal = tuple[bool, str]  # (does it apply, what is wrong and how to fix it)
+
+
+def refuses(table: Callable[P, Iterator[Refusal]], *, error: type[DPConfigError] = DPConfigError) -> Callable[P, None]:
+    """Make a table of refusals the check that raises the first of them which applies."""
+
+    @functools.wraps(table)
+    def check(*args: P.args, **kwargs: P.kwargs) -> None:
+        for applies, message in table(*args, **kwargs):
+            if applies:
+                raise error(message)
+
+    return check
+
+
+def is_reentrant(checkpointing: Mapping[str, Any]) -> bool:
+    """Whether these keywords checkpoint reentrantly: given others but not `use_reentrant`, torch does."""
+    keywords = {k: v for k, v in checkpointing.items() if k not in ("every_n_layers", "offload")}
+    return bool(keywords) and bool(keywords.get("use_reentrant", True))

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from hf_dpopt.accounting.attacker import no_protection
+from hf_dpopt.accounting.profile import no_protection
 from hf_dpopt.common.durable import write_durably
 from hf_dpopt.convex.head_plan import HeadPlan
 from hf_dpopt.convex.subspace_plan import SubspaceHeadPlan

@@ -23,7 +23,8 @@ from hf_dpopt.convex.head_statement import write_statement
 from hf_dpopt.convex.softmax_gradients import gradient_sum
 from hf_dpopt.convex.state import HeadState
 from hf_dpopt.convex.subspace_plan import SubspaceHeadPlan
-from hf_dpopt.randomness.cipher import NoiseSource, make_noise_source, source_of
+from hf_dpopt.randomness.cipher import make_noise_source, source_of
+from hf_dpopt.randomness.source import NoiseSource
 from hf_dpopt.run.keys import Chain, new_chain, private_dir, private_folder
 from hf_dpopt.run.ledger import LEDGER
 from hf_dpopt.run.run_log import RunLog, find_run

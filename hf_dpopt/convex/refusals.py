@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hf_dpopt.common.checks import check_mapping
-from hf_dpopt.common.errors import shown
-from hf_dpopt.common.refusal import Refusal, refuses
+from hf_dpopt.common.errors import Refusal, refuses, shown
 from hf_dpopt.huggingface.values import check_values
 from hf_dpopt.noise.registry import is_independent
 

@@ -13,7 +13,7 @@ import torch
 from hf_dpopt.common.checks import check_count, check_noise_multiplier
 from hf_dpopt.experimental.subspace_accounting import GoeRelease, goe_sensitivity
 from hf_dpopt.public.subspace import retained
-from hf_dpopt.randomness.cipher import NoiseSource
+from hf_dpopt.randomness.source import NoiseSource
 
 OWN_TENSOR = 2**31  # gradients number theirs from 0: under one key, no draw is shared with them
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dpopt.accounting.attacker import no_protection
+from hf_dpopt.accounting.profile import no_protection
 from hf_dpopt.clipping import UnprivatizedStatistics, choose_engine, explain, make_engine, unruled
 from hf_dpopt.common import collectives
 from hf_dpopt.common.errors import DPConfigError

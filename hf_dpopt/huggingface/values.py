@@ -15,9 +15,8 @@ from typing import Any
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
-from hf_dpopt.common.checks import check_choice, check_mapping, check_real
+from hf_dpopt.common.checks import check_choice, check_kind, check_mapping, check_real, kinds_of
 from hf_dpopt.common.errors import DPConfigError, shown
-from hf_dpopt.common.kinds import check_kind, kinds_of
 from hf_dpopt.optim.stock_options import pairs_of
 from hf_dpopt.plan.options import GROUPS, HeadOptions
 

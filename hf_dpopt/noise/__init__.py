@@ -16,13 +16,14 @@ from hf_dpopt.noise.fourier import FourierStrategy
 from hf_dpopt.noise.gaussian import IdentityStrategy, IndependentStream
 from hf_dpopt.noise.mechanism import NoiseMechanism, independent_noise
 from hf_dpopt.noise.nu_dpftrl import NuDPFTRL, optimize_nu
-from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.registry import MECHANISMS, Mechanism, Setting, make_strategy, register
 from hf_dpopt.noise.restarts import Restarted
+from hf_dpopt.noise.sensitivity import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy, from_parameters, is_whole
 from hf_dpopt.noise.streams import CorrelatedStream, NoiseStream, StreamCost
 from hf_dpopt.noise.workloads import Workload, linear_cooldown, momentum_workload, prefix_sum_workload
-from hf_dpopt.randomness.cipher import NoiseSource, make_noise_source
+from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.randomness.source import NoiseSource
 
 __all__ = [
     "AntiPGD",

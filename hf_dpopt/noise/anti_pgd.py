@@ -9,8 +9,8 @@ import numpy as np
 
 from hf_dpopt.noise.nu_dpftrl import check_nu
 from hf_dpopt.noise.objective import best_damping
-from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.registry import Setting, register
+from hf_dpopt.noise.sensitivity import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy
 from hf_dpopt.noise.workloads import Workload
 

@@ -13,8 +13,8 @@ from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise.nu_dpftrl import NuDPFTRL
 from hf_dpopt.noise.objective import descend, squared_error, squared_sensitivity
-from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.registry import Setting, register
+from hf_dpopt.noise.sensitivity import Participation
 from hf_dpopt.noise.strategy import ToeplitzStrategy
 from hf_dpopt.noise.workloads import Workload
 

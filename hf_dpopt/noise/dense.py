@@ -15,8 +15,8 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import sensitivity
 from hf_dpopt.noise.nu_dpftrl import NuDPFTRL
 from hf_dpopt.noise.objective import descend
-from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.registry import Setting, register
+from hf_dpopt.noise.sensitivity import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy, lower_root
 from hf_dpopt.noise.workloads import Workload
 

@@ -21,8 +21,7 @@ from hf_dpopt.noise.registry import INDEPENDENT, Setting, register
 from hf_dpopt.noise.slices import Cut, add_in_slices
 from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy
 from hf_dpopt.noise.streams import NoiseStream
-from hf_dpopt.randomness.cipher import NoiseSource
-from hf_dpopt.randomness.source import AddressedSource
+from hf_dpopt.randomness.source import AddressedSource, NoiseSource
 
 
 @dataclasses.dataclass(frozen=True)

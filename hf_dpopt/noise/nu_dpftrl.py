@@ -10,8 +10,8 @@ import numpy as np
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise.blt import fit_blt
 from hf_dpopt.noise.objective import best_damping
-from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.registry import Setting, register
+from hf_dpopt.noise.sensitivity import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy
 from hf_dpopt.noise.workloads import Workload
 

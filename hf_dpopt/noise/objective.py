@@ -12,7 +12,7 @@ import numpy as np
 from scipy.optimize import minimize, minimize_scalar
 from scipy.signal import fftconvolve
 
-from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.sensitivity import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.noise.workloads import Workload, scheduled_error_form
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from hf_dpopt.common.checks import check_at_most, check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.restarts import restart
+from hf_dpopt.noise.sensitivity import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.noise.workloads import Workload
 

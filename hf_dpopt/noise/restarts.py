@@ -15,11 +15,11 @@ from scipy.linalg import block_diag
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.sensitivity import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.noise.streams import CorrelatedStream, NoiseStream, StreamCost
 from hf_dpopt.noise.workloads import Workload
-from hf_dpopt.randomness.cipher import NoiseSource
+from hf_dpopt.randomness.source import NoiseSource
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,7 @@ import torch
 from hf_dpopt.common.collectives import BUCKET_ELEMENTS, Ranks
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.reduction import Layout, piece_of
-from hf_dpopt.randomness.source import AddressedSource
-from hf_dpopt.randomness.spans import Part
+from hf_dpopt.randomness.source import AddressedSource, Part
 
 
 def slice_of(num: int, rank: int, size: int) -> tuple[int, int]:

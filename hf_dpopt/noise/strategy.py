@@ -27,7 +27,7 @@ from scipy.signal import fftconvolve, lfilter
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import sensitivity
-from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.sensitivity import Participation
 from hf_dpopt.noise.streams import (
     BACKENDS,
     HistoryStream,
@@ -38,7 +38,7 @@ from hf_dpopt.noise.streams import (
     StreamCost,
 )
 from hf_dpopt.noise.workloads import Workload, scheduled_errors
-from hf_dpopt.randomness.cipher import NoiseSource
+from hf_dpopt.randomness.source import NoiseSource
 
 CHECKED_STEPS = 64  # of what a strategy says of itself, whenever noise is made of it
 MAX_ROW_NORM = 1e3  # stddev of the noise of a step relative to that of its draw, which float32 can hold beside it

@@ -21,7 +21,7 @@ import torch
 from hf_dpopt.common.collectives import Ranks
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.common.reduction import Layout
-from hf_dpopt.randomness.cipher import NoiseSource
+from hf_dpopt.randomness.source import NoiseSource
 
 Rows = Callable[[int], np.ndarray]  # t -> row t of B, (t + 1,)
 BACKENDS = ("auto", "history", "regenerate")

@@ -16,11 +16,11 @@ from scipy.linalg import solve_triangular
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import sensitivity
-from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.registry import Setting, register
+from hf_dpopt.noise.sensitivity import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy, lower_root
 from hf_dpopt.noise.streams import CorrelatedStream, NoiseStream, StreamCost
-from hf_dpopt.randomness.cipher import NoiseSource
+from hf_dpopt.randomness.source import NoiseSource
 
 Variant = Literal["vanilla", "honaker", "full_honaker"]
 MAX_PATTERNS = 1_000_000  # patterns that are looked through before the bound by row sums is taken instead

@@ -29,8 +29,8 @@ import dataclasses
 import functools
 import math
 
+from hf_dpopt.accounting.calibrate import rough_noise_multiplier
 from hf_dpopt.accounting.delta import default_delta
-from hf_dpopt.accounting.rough import rough_noise_multiplier
 from hf_dpopt.common.checks import check_choice, check_count, check_real
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.plan.outlook import SIGNAL, Kind, Objective, Outlook, signal_of

@@ -7,8 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from hf_dpopt.accounting.attacker import meaning
-from hf_dpopt.accounting.profile import Profile, privacy_profile
+from hf_dpopt.accounting.profile import Profile, meaning, privacy_profile
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.plan.plan import PrivacyPlan
 

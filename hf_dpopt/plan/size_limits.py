@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 
-from hf_dpopt.accounting.attacker import no_protection
+from hf_dpopt.accounting.profile import no_protection
 from hf_dpopt.common.checks import check_at_most, check_count, check_real
 from hf_dpopt.common.errors import DPConfigError, PrivacyWarning
 

@@ -7,8 +7,7 @@ here`, on released values only; so their state may be stored and published.
 from __future__ import annotations
 
 from hf_dpopt.common.types import Gradients, Released
-from hf_dpopt.postprocess.maps import Filter, Postprocess
-from hf_dpopt.postprocess.noise_level import IndependentNoise, NoiseLevel
+from hf_dpopt.postprocess.maps import Filter, IndependentNoise, NoiseLevel, Postprocess
 
 __all__ = [
     "Filter",

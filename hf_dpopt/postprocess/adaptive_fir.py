@@ -10,8 +10,7 @@ import torch
 
 from hf_dpopt.common.checks import check_at_most, check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.postprocess.buffers import BufferedFilter, arithmetic, on_host
-from hf_dpopt.postprocess.noise_level import NoiseLevel
+from hf_dpopt.postprocess.maps import BufferedFilter, NoiseLevel, arithmetic, on_host
 from hf_dpopt.postprocess.recursion import start_up_gain
 
 NOISE_SLACK = 1e-9  # by which an adaptive filter may raise the noise of a step: rounding

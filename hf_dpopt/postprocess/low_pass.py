@@ -13,8 +13,7 @@ import torch
 
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
-from hf_dpopt.postprocess.buffers import BufferedFilter, arithmetic
-from hf_dpopt.postprocess.noise_level import NoiseLevel
+from hf_dpopt.postprocess.maps import BufferedFilter, NoiseLevel, arithmetic
 from hf_dpopt.postprocess.recursion import Recursion, check_start_up
 
 # Zhang et al. (2024), arXiv:2408.13460: name -> (b, a without its leading 1)

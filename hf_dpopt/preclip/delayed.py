@@ -17,8 +17,7 @@ from hf_dpopt.common.types import Gradients, Released
 from hf_dpopt.noise.registry import is_independent
 from hf_dpopt.preclip.preconditioner import Preconditioning, RunOptions, ScaleChanges, check_keys
 from hf_dpopt.preclip.queries import split
-from hf_dpopt.preclip.scale import ScaledStep
-from hf_dpopt.preclip.second_moments import DividingByMoment, SecondMoment
+from hf_dpopt.preclip.scale import DividingByMoment, ScaledStep, SecondMoment
 
 VARIANTS = ("dp2", "extra_query", "algorithm2", "noise_first")
 TWO_QUERIES = ("extra_query", "algorithm2")

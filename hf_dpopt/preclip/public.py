@@ -13,8 +13,7 @@ from hf_dpopt.common.checks import check_count, check_real
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.types import Released
 from hf_dpopt.preclip.preconditioner import Preconditioning, PublicSource, ScaleChanges, check_keys
-from hf_dpopt.preclip.scale import ScaledStep
-from hf_dpopt.preclip.second_moments import DividingByMoment, SecondMoment
+from hf_dpopt.preclip.scale import DividingByMoment, ScaledStep, SecondMoment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from hf_dpopt.clipping.site import Site
 from hf_dpopt.common import collectives
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.randomness.cipher import derive_key
 from hf_dpopt.randomness.framework import secret_randomness
+from hf_dpopt.randomness.source import derive_key
 
 Gradients = dict[str, torch.Tensor]
 BatchLosses = Callable[[Mapping[str, Any]], torch.Tensor]

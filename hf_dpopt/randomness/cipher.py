@@ -1,4 +1,4 @@
-"""Secret random numbers: subkeys, words for the sampling, and standard normals for the noise.
+"""Secret random numbers: words for the sampling, and the sources of normals for the noise by their names.
 
 Nothing here has a state. Every draw is a function of (key, step, ...), so it depends on no thread, rank or point of
 resumption; no step may run twice under one key, which `run.keys` and the ledger ensure.
@@ -15,11 +15,8 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.randomness.chacha import ChaCha20Gaussian
-from hf_dpopt.randomness.cores import run_in_pieces, usable_cores
-from hf_dpopt.randomness.source import NoiseSource as NoiseSource
-from hf_dpopt.randomness.subkeys import KEY_BYTES as KEY_BYTES
-from hf_dpopt.randomness.subkeys import derive_key as derive_key
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian, run_in_pieces, usable_cores
+from hf_dpopt.randomness.source import NoiseSource, derive_key
 
 WORD_BLOCK = 2**20  # words that are held at once where many are drawn; changes nothing but memory
 
@@ -30,7 +27,7 @@ CHUNK = 2**14
 Filler = Callable[[np.ndarray, int], None]  # (float32 output of one chunk, at most CHUNK long; number of the chunk)
 
 
-# --- keys and words --------------------------------------------------------------------------------------------------
+# --- words ----------------------------------------------------------------------------------------------------------
 
 
 def _fill_keystream(out: np.ndarray, zeros: memoryview, key: bytes, initial_counter: bytes) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_dpopt.randomness.cipher import KEY_BYTES, derive_key, random_words
+from hf_dpopt.randomness.cipher import random_words
+from hf_dpopt.randomness.source import KEY_BYTES, derive_key
 
 NUM_WORDS = 624  # of the state of the Mersenne Twister, 32 bits each
 

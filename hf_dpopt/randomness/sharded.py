@@ -10,8 +10,7 @@ import torch
 from hf_dpopt.common.collectives import Ranks
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.sharding import elements_of, is_sharded
-from hf_dpopt.randomness.source import AddressedSource, NoiseSource
-from hf_dpopt.randomness.spans import Part
+from hf_dpopt.randomness.source import AddressedSource, NoiseSource, Part
 
 FINGERPRINT_ROWS = 2**62  # rows from here on belong to no step: they tell keys apart, and are the same on every rank
 

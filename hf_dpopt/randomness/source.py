@@ -1,14 +1,49 @@
-"""Base class of the sources of noise: standard normals as a pure function of (key, step, tensor, element)."""
+"""Base of the random numbers: subkeys, and the contract of a source of noise.
+
+A source gives standard normals as a pure function of (key, step, tensor, element).
+"""
 
 from __future__ import annotations
 
 import abc
+import hashlib
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
-from hf_dpopt.randomness.spans import Part
+KEY_BYTES = 32
+
+
+def derive_key(root: bytes, *labels: str) -> bytes:
+    """Independent 256-bit subkey for a purpose: BLAKE2b keyed with ``root``, over the list of labels.
+
+    Formal guarantee: two different label lists never hash the same message (the list and each label are preceded by
+    their length), so subkeys are independent as long as keyed BLAKE2b is a pseudorandom function.
+
+    Args:
+        root: parent key, 32 to 64 bytes.
+        *labels: purpose, from the coarse to the fine (``"step", "7"``).
+
+    Returns:
+        The subkey, 32 bytes.
+
+    References:
+        Saarinen and Aumasson (2015), RFC 7693, Sec. 2.9 (keyed hashing).
+    """
+    assert KEY_BYTES <= len(root) <= hashlib.blake2b.MAX_KEY_SIZE, f"a root key has 32 to 64 bytes, got {len(root)}"
+    encoded = [label.encode() for label in labels]
+    message = len(encoded).to_bytes(8, "little")
+    message += b"".join(len(label).to_bytes(8, "little") + label for label in encoded)
+    return hashlib.blake2b(message, key=root, digest_size=KEY_BYTES, person=b"hf_dpopt subkey").digest()
+
+
+class Part(NamedTuple):
+    """Consecutive elements of a flattened, unsharded tensor, which noise is added to."""
+
+    tensor: int  #: number of the tensor within the step
+    first: int  #: number of the first element
+    total: torch.Tensor  #: the elements, float32, contiguous, (num,)
 
 
 class NoiseSource(abc.ABC):

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_dpopt.common.durable import read_whole
+from hf_dpopt.common.durable import parse_json, read_whole
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.common.json_text import parse_json
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.statement import fill_joined
 

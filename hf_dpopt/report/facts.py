@@ -11,9 +11,9 @@ import typing
 from typing import Any
 
 from hf_dpopt.common import version
+from hf_dpopt.common.checks import check_kind
+from hf_dpopt.common.durable import parse_json
 from hf_dpopt.common.errors import DPConfigError, shown
-from hf_dpopt.common.json_text import parse_json
-from hf_dpopt.common.kinds import check_kind
 
 REPORT_VERSION = 1
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import jinja2
 
-from hf_dpopt.accounting.attacker import no_protection
 from hf_dpopt.accounting.best_of_runs import RunCount
 from hf_dpopt.accounting.delta import default_delta, sizes_with_default
+from hf_dpopt.accounting.profile import no_protection
 from hf_dpopt.preclip import PRECLIPS
 from hf_dpopt.randomness.cipher import describe_stream
 from hf_dpopt.report.facts import RunFacts

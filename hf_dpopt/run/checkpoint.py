@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_dpopt.common.durable import is_file_name, move_into_place, open_regular, remove, write_durably
+from hf_dpopt.common.durable import is_file_name, move_into_place, open_regular, parse_json, remove, write_durably
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.common.json_text import parse_json
 from hf_dpopt.common.log import logger
 from hf_dpopt.run.journal import JOURNAL
 from hf_dpopt.run.ledger import LEDGER, Ledger, is_run_id

@@ -22,7 +22,7 @@ import torch
 from hf_dpopt.common.checks import check_noise_key
 from hf_dpopt.common.durable import fsync_directory, has_directory_fsync, read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.randomness.cipher import KEY_BYTES, derive_key
+from hf_dpopt.randomness.source import KEY_BYTES, derive_key
 
 RUNS = "runs"  # in the private folder
 CHECKSUM_BYTES = 32  # at the end of a state in a file

@@ -24,7 +24,7 @@ from hf_dpopt.common.log import logger
 from hf_dpopt.common.reduction import Layout, Reduction
 from hf_dpopt.common.sharding import any_sharded, local_of, whole_of
 from hf_dpopt.common.types import JointSums, Released
-from hf_dpopt.noise.level import MechanismLevel
+from hf_dpopt.noise.mechanism import MechanismLevel
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.postprocess import Postprocess

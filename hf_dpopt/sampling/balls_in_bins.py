@@ -19,9 +19,10 @@ from hf_dpopt.accounting.random_allocation import BallsInBinsDpEvent
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.noise.gaussian import IdentityStrategy
-from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.sensitivity import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy
-from hf_dpopt.randomness.cipher import derive_key, word_blocks
+from hf_dpopt.randomness.cipher import word_blocks
+from hf_dpopt.randomness.source import derive_key
 from hf_dpopt.sampling.sampler import Sampler, Steps, as_chains
 
 MOST_KEPT = 2**22  # records whose bins are found in one pass over the words of all

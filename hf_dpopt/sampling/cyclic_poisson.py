@@ -12,9 +12,10 @@ import numpy as np
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.sensitivity import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy
-from hf_dpopt.randomness.cipher import WORD_BLOCK, derive_key, word_blocks
+from hf_dpopt.randomness.cipher import WORD_BLOCK, word_blocks
+from hf_dpopt.randomness.source import derive_key
 from hf_dpopt.sampling.sampler import Sampler, Steps, as_chains, repeat, sensitivity_over
 
 MOST_KEPT = 2**26  # records whose groups are kept: a byte each, or two; beyond, they are drawn anew in every step

@@ -11,7 +11,7 @@ from typing import ClassVar
 import dp_accounting
 import numpy as np
 
-from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.sensitivity import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.randomness.cipher import random_words, word_blocks
 from hf_dpopt.sampling.sampler import Sampler, Steps, as_chains

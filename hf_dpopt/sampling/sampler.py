@@ -17,7 +17,7 @@ import numpy as np
 
 from hf_dpopt.accounting.certificates import Certificate
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
-from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.sensitivity import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy
 
 Steps = int | Sequence[int]  # optimizer steps of one uninterrupted chain, or of each chain of a run that branched

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hf_dpopt.users.index import UserIndex
-from hf_dpopt.users.selection import choose_rows
+from hf_dpopt.users.index import UserIndex, choose_rows
 from hf_dpopt.users.training import UserData
 from hf_dpopt.users.user_batches import UserBatch, UserInParts, UsersBatch
 

@@ -1,4 +1,4 @@
-"""Index from users to their rows, made in memory from the column of user ids.
+"""Index from users to their rows, made in memory from the column of user ids, and the choice among those rows.
 
 Shape legend: N = rows, U = users.
 """
@@ -14,6 +14,7 @@ import numpy as np
 
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.randomness.source import derive_key
 
 CHUNK = 1_000_000  # rows that are read, and sorted, at once
 FIX = "Drop those rows, or give every person who is behind them an id of their own."
@@ -194,3 +195,25 @@ def _sorted(codes_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         rows_N[np.repeat(next_U[users] - starts, counts) + np.arange(len(codes))] = order + first
         next_U[users] += counts
     return cuts_U, rows_N
+
+
+def choose_rows(rows: np.ndarray, limit: int, key: bytes, *labels: str) -> np.ndarray:
+    """Choose at most `limit` of the rows of one user, each set of that size equally likely.
+
+    A function of its arguments alone: other users, ranks and the point of resumption do not matter. No amplification
+    rests on it.
+
+    Args:
+        rows: rows of the user, at least one.
+        limit: largest number of rows, >= 1.
+        key: 32 secret bytes.
+        *labels: purpose of the draw, such as step and user.
+
+    Returns:
+        The chosen rows, in ascending order.
+    """
+    if len(rows) <= limit:
+        return rows
+    seed = int.from_bytes(derive_key(key, "rows of a user", *labels), "little")
+    chosen = np.random.Generator(np.random.PCG64(seed)).choice(len(rows), limit, replace=False, shuffle=False)
+    return rows[np.sort(chosen)]

@@ -23,8 +23,8 @@ from hf_dpopt.clipping.clipped_sum import ClippedSum
 from hf_dpopt.clipping.products import wide
 from hf_dpopt.common.types import SPOILT
 from hf_dpopt.plan.local_training import LocalTraining
-from hf_dpopt.randomness.cipher import KEY_BYTES
 from hf_dpopt.randomness.framework import seed_torch
+from hf_dpopt.randomness.source import KEY_BYTES
 from hf_dpopt.records.collation import Collation, Collator, length_of
 from hf_dpopt.records.losses import RecordLosses
 from hf_dpopt.run.batches import LogicalBatch, WholeUnits

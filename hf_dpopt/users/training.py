@@ -10,13 +10,12 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.local_training import LocalTraining
-from hf_dpopt.randomness.cipher import derive_key
+from hf_dpopt.randomness.source import derive_key
 from hf_dpopt.run.batches import LogicalBatch, StepIndices
 from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.sampling import CappedPoissonSampler
-from hf_dpopt.users.index import UserIndex
+from hf_dpopt.users.index import UserIndex, choose_rows
 from hf_dpopt.users.local import LocalUserBatch
-from hf_dpopt.users.selection import choose_rows
 from hf_dpopt.users.user_batches import UserBatch, of_rows
 
 

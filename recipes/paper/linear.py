@@ -22,7 +22,7 @@ from scipy.special import softmax
 from hf_dpopt.clipping.scaling import Diagonal, Scale
 from hf_dpopt.clipping.squared_sum import COLUMNS, ROWS, squared_sensitivity
 from hf_dpopt.common.types import ClippedSums, Released
-from hf_dpopt.noise.level import MechanismLevel
+from hf_dpopt.noise.mechanism import MechanismLevel
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.preclip import OneQuery, Preclip
 from recipes.paper.steps import PrivateSteps, Scales

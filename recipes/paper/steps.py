@@ -15,7 +15,7 @@ from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.types import ClippedSums, Released
 from hf_dpopt.noise import NoiseMechanism, make_noise_source
-from hf_dpopt.noise.level import MechanismLevel
+from hf_dpopt.noise.mechanism import MechanismLevel
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.preclip import Identity, queries

@@ -15,8 +15,7 @@ from scipy import stats
 from scipy.special import ndtr, ndtri
 
 from hf_dpopt.accounting import accountants
-from hf_dpopt.accounting.attacker import gaussian_fit, meaning, pair_alone, round_up
-from hf_dpopt.accounting.profile import Profile, privacy_profile
+from hf_dpopt.accounting.profile import Profile, gaussian_fit, meaning, pair_alone, privacy_profile, round_up
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.privacy_profile import _replaced, _swapped, meaning_of_plan, profile_of_plan

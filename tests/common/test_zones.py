@@ -38,7 +38,6 @@ WRONG_STEPS: dict[str, list[tuple[str, str]]] = {
 LOOKED_INTO = (
     "common.types", "common.collectives", "common.reduction", "clipping", "clipping.engine", "clipping.contributions", "run.run",
     "run.batches", "preclip", "preclip.preconditioner", "preclip.queries", "postprocess", "postprocess.maps",
-    "postprocess.buffers",
     "postprocess.low_pass", "run.metrics",
 )  # fmt: skip
 

@@ -17,7 +17,8 @@ from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.record import PlanRecord
-from hf_dpopt.randomness.cipher import NoiseSource, make_noise_source
+from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.randomness.source import NoiseSource
 
 NUM_EXAMPLES, BATCH_SIZE, NUM_STEPS = 100, 25, 12  # an epoch of 4 steps, 3 participations
 SHAPES = {"b.weight": (9, 10), "a.bias": (4,), "scalar": ()}

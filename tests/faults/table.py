@@ -294,7 +294,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "all tensors of a step get the noise of the first",
-        "hf_dpopt/randomness/blocks.py",
+        "hf_dpopt/randomness/chacha.py",
         "normals.draw_range(key, parts[cut.part].tensor,",
         "normals.draw_range(key, parts[0].tensor,",
         ("tests/mechanisms/test_gaussian.py::test_noise_is_that_of_the_source_by_sorted_name",),
@@ -447,7 +447,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "no noise",
-        "hf_dpopt/randomness/blocks.py",
+        "hf_dpopt/randomness/chacha.py",
         "np.multiply(z, stddev, ",
         "np.multiply(z, 0.0, ",
         finding=SCALE,
@@ -475,7 +475,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "noise uniform, of the same variance",
-        "hf_dpopt/randomness/blocks.py",
+        "hf_dpopt/randomness/chacha.py",
         "return self.draw(key, tensor, block, end - block)[skipped : skipped + num]",
         "z = torch.from_numpy(self.draw(key, tensor, block, end - block)[skipped : skipped + num])\n"
         "        return ((torch.special.ndtr(z) - 0.5) * 12**0.5).numpy()",
@@ -483,7 +483,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "noise cut at three standard deviations",
-        "hf_dpopt/randomness/blocks.py",
+        "hf_dpopt/randomness/chacha.py",
         "return self.draw(key, tensor, block, end - block)[skipped : skipped + num]",
         "z = torch.from_numpy(self.draw(key, tensor, block, end - block)[skipped : skipped + num])\n"
         "        return (z.clamp(-3, 3) * 1.00075).numpy()",
@@ -566,7 +566,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "noise missing on one rank of two",
-        "hf_dpopt/randomness/blocks.py",
+        "hf_dpopt/randomness/chacha.py",
         "np.multiply(z, stddev, ",
         "np.multiply(z, 0.0 if torch.distributed.get_rank() else stddev, ",
         finding=SCALE,

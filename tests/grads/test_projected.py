@@ -13,9 +13,8 @@ from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.postprocess.subspace_adagrad import ProjectedGradient
-from hf_dpopt.preclip import projected
-from hf_dpopt.preclip.projected import ProjectingEngine, coordinates
+from hf_dpopt.preclip import subspace_projection
+from hf_dpopt.preclip.subspace_projection import ProjectedGradient, ProjectingEngine, coordinates
 from hf_dpopt.public import PublicGradients
 from hf_dpopt.public.subspace import PublicSubspace, RefreshedSubspace
 from hf_dpopt.records.losses import RecordLosses, num_records
@@ -78,7 +77,7 @@ def test_the_sum_equals_a_loop_over_records(name, dtype, rule):
 @pytest.mark.parametrize("formed", [1, 100, 2**22])
 @pytest.mark.parametrize("kind", ["outer", "one-token", "rows", "dense"])
 def test_coordinates_of_each_form(kind, formed, monkeypatch):
-    monkeypatch.setattr(projected, "MAX_FORMED", formed)
+    monkeypatch.setattr(subspace_projection, "MAX_FORMED", formed)
     use = _make(kind)
     basis = torch.randn(4, *_materialise(use).shape[1:], dtype=torch.float64)
     want = torch.einsum("bpq,kpq->bk", _materialise(use), basis)

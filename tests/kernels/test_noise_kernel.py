@@ -18,10 +18,9 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
 from hf_dpopt.common import log
 from hf_dpopt.noise import BandedToeplitz, NuDPFTRL, independent_noise
-from hf_dpopt.randomness import kernel, on_device
-from hf_dpopt.randomness.blocks import COUNTER, NORMALS
-from hf_dpopt.randomness.chacha import ChaCha20Gaussian
-from hf_dpopt.randomness.spans import Part
+from hf_dpopt.randomness import chacha, kernel
+from hf_dpopt.randomness.chacha import COUNTER, NORMALS, ChaCha20Gaussian
+from hf_dpopt.randomness.source import Part
 from tests.mechanisms.test_chacha import VECTORS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,24 +72,24 @@ def test_normals_are_those_of_the_cpu(first, num):
     want = sums.clone()
     source.add_parts([Part(7, first, want)], stddev=0.7, step=11)
     got = sums.to(DEVICE)
-    on_device.add_parts(source.step_key(11), [Part(7, first, got)], 0.7)
+    chacha.add_on_device(source.step_key(11), [Part(7, first, got)], 0.7)
     z = source.normal_range(first, num, step=11, tensor=7)
     torch.testing.assert_close(got.cpu(), want, rtol=2.0**-22, atol=1e-14)
     alone = torch.zeros(num, device=DEVICE)
-    on_device.add_parts(source.step_key(11), [Part(7, first, alone)], 1.0)
+    chacha.add_on_device(source.step_key(11), [Part(7, first, alone)], 1.0)
     torch.testing.assert_close(alone.cpu(), z, rtol=2.0**-22, atol=1e-14)
 
 
 def test_nothing_beside_the_range_is_touched():
     wider = torch.zeros(5000, device=DEVICE)
-    on_device.add_parts(bytes(32), [Part(0, 13, wider[100:1200]), Part(1, 0, wider[2000:2000])], 1.0)
+    chacha.add_on_device(bytes(32), [Part(0, 13, wider[100:1200]), Part(1, 0, wider[2000:2000])], 1.0)
     assert not wider[:100].any() and not wider[1200:].any() and (wider[100:1200] != 0).all()
 
 
 @pytest.fixture
 def on_the_kernel(monkeypatch):
     """The kernel serves the tests' device, as it does a GPU."""
-    monkeypatch.setattr(on_device, "serves", lambda device: True)
+    monkeypatch.setattr(chacha, "is_drawn_on", lambda device: True)
 
 
 STRATEGIES = {"banded": BandedToeplitz((1.0, 0.4, 0.2)), "drawn again": NuDPFTRL(0.1)}
@@ -101,7 +100,7 @@ STRATEGIES = {"banded": BandedToeplitz((1.0, 0.4, 0.2)), "drawn again": NuDPFTRL
 def test_a_run_goes_on_on_another_device(name, monkeypatch):
     """Steps on the CPU, then with the kernel, then on the CPU: the noise of a run on one device."""
     key, on_kernel = os.urandom(32), {"now": False}
-    monkeypatch.setattr(on_device, "serves", lambda device: on_kernel["now"])
+    monkeypatch.setattr(chacha, "is_drawn_on", lambda device: on_kernel["now"])
 
     def stream():
         if name == "independent":
@@ -142,17 +141,17 @@ def test_where_it_cannot_be_built_the_cpu_draws_and_says_so_once(monkeypatch, ca
     device = torch.device(DEVICE)
     with caplog.at_level(logging.WARNING, logger="hf_dpopt"):
         for _ in range(2):
-            on_device._works_on.cache_clear()
+            chacha._works_on.cache_clear()
             monkeypatch.setattr(kernel, "add_normals_", no_compiler)
-            assert not on_device._works_on(device)
+            assert not chacha._works_on(device)
     assert caplog.text.count("drawn on the CPU and copied") == 1 and "Failed to find C compiler" in caplog.text
     monkeypatch.undo()
-    on_device._works_on.cache_clear()
-    assert on_device._works_on(device)
-    on_device._works_on.cache_clear()
+    chacha._works_on.cache_clear()
+    assert chacha._works_on(device)
+    chacha._works_on.cache_clear()
     monkeypatch.setenv("HF_DPOPT_KERNELS", "0")
-    assert not on_device._works_on(device)
-    on_device._works_on.cache_clear()
+    assert not chacha._works_on(device)
+    chacha._works_on.cache_clear()
 
 
 def test_a_kernel_that_draws_other_values_is_not_used(monkeypatch):
@@ -161,10 +160,10 @@ def test_a_kernel_that_draws_other_values_is_not_used(monkeypatch):
     monkeypatch.setattr(
         kernel, "add_normals_", lambda total, *args, **more: (add(total, *args, **more), total.mul_(1.001))
     )
-    on_device._works_on.cache_clear()
-    assert not on_device._works_on(torch.device(DEVICE))
-    on_device._works_on.cache_clear()
+    chacha._works_on.cache_clear()
+    assert not chacha._works_on(torch.device(DEVICE))
+    chacha._works_on.cache_clear()
 
 
 def test_the_cpu_never_uses_it():
-    assert not on_device.serves(torch.device("cpu"))
+    assert not chacha.is_drawn_on(torch.device("cpu"))

@@ -13,10 +13,9 @@ from hf_dpopt.clipping import kernels, products
 from hf_dpopt.clipping.contributions import Outer
 from hf_dpopt.clipping.record_norms import squared_norms
 from hf_dpopt.noise import independent_noise
-from hf_dpopt.randomness import on_device
-from hf_dpopt.randomness.blocks import COUNTER, NORMALS
-from hf_dpopt.randomness.chacha import ChaCha20Gaussian
-from hf_dpopt.randomness.spans import Part
+from hf_dpopt.randomness import chacha
+from hf_dpopt.randomness.chacha import COUNTER, NORMALS, ChaCha20Gaussian
+from hf_dpopt.randomness.source import Part
 from tests.grads.models import MODELS, batch_for
 from tests.reference import clipping as reference
 
@@ -108,7 +107,7 @@ def test_kernels_and_products_agree(monkeypatch):
 def test_the_noise_of_a_step_is_drawn_on_the_device_and_is_the_cpus():
     """To one unit in the last place of float32, or 1e-14 near zero; a tensor for each kernel launch."""
     key, shapes = bytes(range(32)), {"a": (1000, 1003), "b": (7,), "c": (), "d": (0, 5)}
-    assert on_device.serves(torch.device("cuda"))
+    assert chacha.is_drawn_on(torch.device("cuda"))
     here, there = {n: torch.zeros(s) for n, s in shapes.items()}, {n: torch.zeros(s).cuda() for n, s in shapes.items()}
     for sums in (here, there):
         independent_noise(0.9).stream(ChaCha20Gaussian(key), 1.3).add_(sums, 5)

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dpopt.randomness import blocks, cores
-from hf_dpopt.randomness.blocks import CHUNK, COUNTER, NORMALS, SLICE, NormalsOfBlocks
-from hf_dpopt.randomness.chacha import ChaCha20Gaussian
-from hf_dpopt.randomness.spans import Part
+from hf_dpopt.randomness import chacha
+from hf_dpopt.randomness.chacha import CHUNK, COUNTER, NORMALS, SLICE, ChaCha20Gaussian, NormalsOfBlocks
+from hf_dpopt.randomness.source import Part
 from tests.reference import chacha as reference
 from tests.reference.randomness import box_muller
 
@@ -29,7 +28,7 @@ def source() -> ChaCha20Gaussian:
 
 def _keystream(key: bytes, tensor: int, block: int, num: int) -> bytes:
     out = np.empty(num * 8, dtype="<u8")
-    blocks.fill_keystream(out, key, tensor, block)
+    chacha.fill_keystream(out, key, tensor, block)
     return out.tobytes()
 
 
@@ -134,7 +133,7 @@ def test_parts_of_a_tensor_are_added_to_as_the_whole_is(source):
 def test_adding_makes_no_tensor_of_the_noise(source, monkeypatch):
     """Beside the sums, memory is that of a few chunks for each thread, whatever the size of the model."""
     sums = {i: torch.zeros(2**20) for i in range(8)}
-    monkeypatch.setattr(blocks, "usable_cores", lambda: 2)
+    monkeypatch.setattr(chacha, "usable_cores", lambda: 2)
     tracemalloc.start()
     source.add_to(sums, stddev=1.0, step=1)
     peak = tracemalloc.get_traced_memory()[1]
@@ -149,10 +148,10 @@ def test_all_cores_of_the_affinity_mask_draw_whatever_omp_says(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert cores.usable_cores() == 6
+    assert chacha.usable_cores() == 6
     for ranks, share in (("2", 3), ("4", 1), ("8", 1), ("nonsense", 6), ("", 6)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        assert cores.usable_cores() == share
+        assert chacha.usable_cores() == share
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -163,7 +162,7 @@ def test_every_piece_is_done_once(threads):
         workers.append(1)
         return done.append
 
-    cores.run_in_pieces(list(range(100)), worker, threads)
+    chacha.run_in_pieces(list(range(100)), worker, threads)
     assert sorted(done) == list(range(100)) and len(workers) == threads
 
 
@@ -173,7 +172,7 @@ def test_what_a_worker_raises_is_raised(threads):
         raise MemoryError(piece)
 
     with pytest.raises(MemoryError):
-        cores.run_in_pieces([1, 2, 3], lambda: fail, threads)
+        chacha.run_in_pieces([1, 2, 3], lambda: fail, threads)
 
 
 # --- the law ---

@@ -12,15 +12,9 @@ import scipy.stats
 import torch
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.randomness import blocks, cipher
-from hf_dpopt.randomness.cipher import (
-    CHUNK,
-    NOISE_SOURCES,
-    derive_key,
-    make_noise_source,
-    random_words,
-    source_of,
-)
+from hf_dpopt.randomness import chacha, cipher
+from hf_dpopt.randomness.cipher import CHUNK, NOISE_SOURCES, make_noise_source, random_words, source_of
+from hf_dpopt.randomness.source import derive_key
 from tests.reference import randomness as reference
 
 KINDS, HALF = [*NOISE_SOURCES], CHUNK // 2
@@ -79,7 +73,7 @@ def test_normals_do_not_depend_on_shape_or_threads(key, kind, monkeypatch):
     source = source_of(kind)(key)
 
     def use(threads):
-        for module in (blocks, cipher):
+        for module in (chacha, cipher):
             monkeypatch.setattr(module, "usable_cores", lambda: threads)
 
     use(1)

@@ -19,8 +19,7 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.reduction import Layout
 from hf_dpopt.noise import independent_noise, slices
 from hf_dpopt.noise.slices import Flattened, slice_of
-from hf_dpopt.randomness.blocks import CHUNK
-from hf_dpopt.randomness.chacha import ChaCha20Gaussian
+from hf_dpopt.randomness.chacha import CHUNK, ChaCha20Gaussian
 from hf_dpopt.randomness.cipher import FastGaussian
 from tests.ranks import launch
 

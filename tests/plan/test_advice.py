@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
-from hf_dpopt.accounting.rough import rough_epsilon, rough_noise_multiplier
+from hf_dpopt.accounting.calibrate import rough_epsilon, rough_noise_multiplier
 from hf_dpopt.plan.advice import (
     HEAD_PASSES,
     LARGEST_BATCH,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.postprocess.noise_level import IndependentNoise
-from hf_dpopt.postprocess.subspace_adagrad import ProjectedGradient, SubspaceAdaGrad
+from hf_dpopt.postprocess.maps import IndependentNoise
+from hf_dpopt.preclip.subspace_projection import ProjectedGradient, SubspaceAdaGrad
 from hf_dpopt.public import PublicGradients
 from hf_dpopt.public.subspace import PublicSubspace, RefreshedSubspace
 from hf_dpopt.records.losses import RecordLosses

@@ -11,7 +11,7 @@ from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.scaling import Diagonal, Factored, Scale
 from hf_dpopt.clipping.squared_sum import COLUMNS, ROWS, SquaredSum
 from hf_dpopt.clipping.thresholds import make_clipping
-from hf_dpopt.noise.level import MechanismLevel
+from hf_dpopt.noise.mechanism import MechanismLevel
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.preclip import DelayedPreconditioner, Identity, OneQuery, PublicPreconditioner

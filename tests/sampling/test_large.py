@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from hf_dpopt.randomness import cipher
-from hf_dpopt.randomness.cipher import derive_key, random_words, word_blocks
+from hf_dpopt.randomness.cipher import random_words, word_blocks
+from hf_dpopt.randomness.source import derive_key
 from hf_dpopt.sampling import SAMPLERS, balls_in_bins, check, cyclic_poisson, fixed_order
 from hf_dpopt.sampling.check import ParticipationCheck
-from hf_dpopt.users.index import UserIndex
-from hf_dpopt.users.selection import choose_rows
+from hf_dpopt.users.index import UserIndex, choose_rows
 from hf_dpopt.users.training import UserData
 
 N, BATCH = 1003, 45

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from hf_dpopt.common.checks import check_at_most, check_count
-from hf_dpopt.common.errors import DPConfigError, shown
-from hf_dpopt.common.refusal import Refusal, refuses
+from hf_dpopt.common.errors import DPConfigError, Refusal, refuses, shown
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.plan.size_limits import MAX_UNITS
 from hf_dpopt.records.overlap import TrainingRows

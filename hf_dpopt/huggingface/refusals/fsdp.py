@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hf_dpopt.common.refusal import Refusal, refuses
+from hf_dpopt.common.errors import Refusal, refuses
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.plan.plan import PrivacyPlan
 

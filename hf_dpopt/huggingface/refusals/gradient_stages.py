@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from hf_dpopt.common.checks import check_count, check_mapping
-from hf_dpopt.common.errors import shown
-from hf_dpopt.common.refusal import Refusal, refuses
+from hf_dpopt.common.errors import Refusal, refuses, shown
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.stage_options import low_pass_of, optimizer_of
 from hf_dpopt.optim import OPTIMIZERS, NoiseAwareOptimizer

@@ -7,8 +7,7 @@ from typing import Any
 
 from transformers import Seq2SeqTrainer, Trainer
 
-from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.common.refusal import Refusal, refuses
+from hf_dpopt.common.errors import DPConfigError, Refusal, refuses
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.inputs import TrainerInputs
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_dpopt.noise.level import MechanismLevel
+from hf_dpopt.noise.mechanism import MechanismLevel
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan

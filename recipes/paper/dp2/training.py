@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hf_dpopt.clipping import make_engine
-from hf_dpopt.noise.level import MechanismLevel
+from hf_dpopt.noise.mechanism import MechanismLevel
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan

@@ -20,11 +20,10 @@ from hf_dpopt.experimental.subspace_accounting import goe_budget, split_budget
 from hf_dpopt.noise import independent_noise, make_noise_source
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess import IndependentNoise, Postprocess
-from hf_dpopt.postprocess.subspace_adagrad import ProjectedGradient, SubspaceAdaGrad
-from hf_dpopt.preclip.projected import ProjectingEngine
+from hf_dpopt.preclip.subspace_projection import ProjectedGradient, ProjectingEngine, SubspaceAdaGrad
 from hf_dpopt.public import PublicGradients
 from hf_dpopt.public.subspace import COORDINATES, RefreshedSubspace
-from hf_dpopt.randomness.cipher import derive_key
+from hf_dpopt.randomness.source import derive_key
 from recipes.paper.steps import EngineSums, Part, PrivateSteps, Scales, descend
 
 Tensors = dict[str, torch.Tensor]
