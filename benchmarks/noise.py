@@ -24,7 +24,6 @@ from hf_dpopt.noise import (
     BandedInverse,
     BandedToeplitz,
     BufferedLinearToeplitz,
-    DampedAntiPGD,
     NoiseStrategy,
     independent_noise,
 )
@@ -37,7 +36,7 @@ STRATEGIES: dict[str, NoiseStrategy] = {
     "BLT, 6 buffers": BufferedLinearToeplitz((0.99, 0.96, 0.9, 0.8, 0.6, 0.3), (0.98, 0.93, 0.85, 0.7, 0.45, 0.1)),
     "banded, 4": BandedToeplitz((1.0, 0.5, 0.3, 0.2)),
     "banded, 16": BandedToeplitz(tuple(0.9**i for i in range(16))),
-    "damped anti-PGD, drawn again": DampedAntiPGD(0.1),
+    "damped anti-PGD, drawn again": BandedInverse((1.0, -0.9)),
     "inverse bands, 8, drawn again": BandedInverse.of_nu(8),
     "tree, Honaker": TreeAggregation("honaker"),
 }

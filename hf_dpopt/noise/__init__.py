@@ -8,7 +8,6 @@ A mechanism is one file: strategy, tuner, stream and cost, registered under a na
 from __future__ import annotations
 
 from hf_dpopt.common.extras import import_modules
-from hf_dpopt.noise.anti_pgd import AntiPGD, DampedAntiPGD, optimize_damped
 from hf_dpopt.noise.banded import BandedToeplitz, choose_num_bands, optimize_banded
 from hf_dpopt.noise.banded_inverse import BandedInverse
 from hf_dpopt.noise.blt import BufferedLinearToeplitz, fit_blt, optimize_blt
@@ -26,12 +25,10 @@ from hf_dpopt.randomness.cipher import make_noise_source
 from hf_dpopt.randomness.source import NoiseSource
 
 __all__ = [
-    "AntiPGD",
     "BandedInverse",
     "BandedToeplitz",
     "BufferedLinearToeplitz",
     "CorrelatedStream",
-    "DampedAntiPGD",
     "FourierStrategy",
     "IdentityStrategy",
     "IndependentStream",
@@ -59,7 +56,6 @@ __all__ = [
     "momentum_workload",
     "optimize_banded",
     "optimize_blt",
-    "optimize_damped",
     "optimize_nu",
     "prefix_sum_workload",
     "register",

@@ -12,11 +12,10 @@ from scipy.signal import correlate, lfilter
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise.nu_dpftrl import NuDPFTRL
-from hf_dpopt.noise.objective import descend, squared_error, squared_sensitivity
 from hf_dpopt.noise.registry import Setting, register
-from hf_dpopt.noise.sensitivity import Participation
+from hf_dpopt.noise.sensitivity import Participation, squared_sensitivity
 from hf_dpopt.noise.strategy import ToeplitzStrategy
-from hf_dpopt.noise.workloads import Workload
+from hf_dpopt.noise.workloads import Workload, descend, squared_error
 
 DEFAULT_BANDS = 16  # in a fixed order, where more bands are better but each keeps a copy of the gradient
 LARGEST = 1e15  # noise beyond it belongs to a C whose inverse grows without bound; a step of the search went too far

@@ -22,10 +22,14 @@ DEFAULT_INVERSE_BANDS = 64  # fewer are bad for long runs
 class BandedInverse(ToeplitzStrategy):
     """B with p bands: the noise of a step is a combination of the last p draws, which can be drawn again.
 
+    Two bands are damped anti-PGD (DP-lambda-CGD), ``B(z) = 1 - (1 - nu) z``: a step takes back a part of the noise of
+    the one before, all of it for nu = 0.
+
     Args:
         coefs: beta_0 .. beta_{p-1}; `BandedInverse.of_nu` truncates those of nu-DP-FTRL.
 
     References:
+        Choquette-Choo et al. (2023), arXiv:2310.06771, Table 2 (anti-PGD); DP-lambda-CGD (2026), arXiv:2601.22334.
         Kalinin et al. (2025), arXiv:2505.12128 (banded inverse square root: nu = 0).
     """
 

@@ -17,12 +17,11 @@ from scipy.special import expit
 
 from hf_dpopt.common.checks import check_at_most, check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.objective import ErrorAndSlope, descend, squared_error, squared_sensitivity
 from hf_dpopt.noise.registry import Setting, register
-from hf_dpopt.noise.sensitivity import Participation
+from hf_dpopt.noise.sensitivity import Participation, squared_sensitivity
 from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy
 from hf_dpopt.noise.streams import CorrelatedStream, NoiseStream, StreamCost
-from hf_dpopt.noise.workloads import Workload
+from hf_dpopt.noise.workloads import ErrorAndSlope, Workload, descend, squared_error
 from hf_dpopt.randomness.source import NoiseSource
 
 LOWEST_FREQUENCY = 0.1  # of a fit, in radians per run

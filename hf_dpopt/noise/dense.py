@@ -14,11 +14,10 @@ from scipy.linalg import solve_triangular
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import sensitivity
 from hf_dpopt.noise.nu_dpftrl import NuDPFTRL
-from hf_dpopt.noise.objective import descend
 from hf_dpopt.noise.registry import Setting, register
 from hf_dpopt.noise.sensitivity import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy, lower_root
-from hf_dpopt.noise.workloads import Workload
+from hf_dpopt.noise.workloads import Workload, descend
 
 DUALITY_GAP = 1e-5  # relative, of the mean square error
 BLURS = (3e-3, 3e-4, 3e-5)  # one after the other; the last costs less than 1e-5 of the loss

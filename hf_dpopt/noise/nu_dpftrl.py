@@ -6,22 +6,16 @@ import dataclasses
 from typing import ClassVar, Literal
 
 import numpy as np
+from scipy.optimize import minimize_scalar
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise.blt import fit_blt
-from hf_dpopt.noise.objective import best_damping
 from hf_dpopt.noise.registry import Setting, register
 from hf_dpopt.noise.sensitivity import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy
 from hf_dpopt.noise.workloads import Workload
 
 DEFAULT_BUFFERS = 6
-
-
-def check_nu(nu: float) -> None:
-    """Refuse a damping outside [0, 1]."""
-    if not 0 <= nu <= 1:
-        raise DPConfigError(f"nu={nu} is outside [0, 1]. 0 is optimal continual counting, 1 is independent noise.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +35,10 @@ class NuDPFTRL(ToeplitzStrategy):
     default_backend: ClassVar[str] = "regenerate"
 
     def __post_init__(self) -> None:
-        check_nu(self.nu)
+        if not 0 <= self.nu <= 1:
+            raise DPConfigError(
+                f"nu={self.nu} is outside [0, 1]. 0 is optimal continual counting, 1 is independent noise."
+            )
         object.__setattr__(self, "nu", float(self.nu))
 
     def strategy_coefs(self, n: int) -> np.ndarray:
@@ -56,10 +53,21 @@ class NuDPFTRL(ToeplitzStrategy):
 def optimize_nu(n: int, participation: Participation, workload: Workload | None = None) -> NuDPFTRL:
     """The damping of nu-DP-FTRL with the least mean error.
 
+    The optimum is flat: a factor 1.5 in nu costs about 2 %. A grid finds the valley, a line search its floor.
+
     References:
         Choquette-Choo et al. (2023), arXiv:2310.06771, Section 4 (nu minimises the predicted error).
     """
-    return best_damping(NuDPFTRL, n, participation, workload)
+    participation.check(n)
+
+    def loss(log_nu: float) -> float:
+        return NuDPFTRL(float(np.exp(log_nu))).mean_loss(n, participation, workload)
+
+    grid = np.linspace(np.log(1e-2 / n), 0.0, 13)
+    lowest = int(np.argmin([loss(x) for x in grid]))
+    around = (grid[max(0, lowest - 1)], grid[min(len(grid) - 1, lowest + 1)])
+    found = float(np.exp(minimize_scalar(loss, bounds=around, method="bounded", options={"xatol": 3e-3}).x))
+    return min(map(NuDPFTRL, (found, 0.0, 1.0)), key=lambda s: s.mean_loss(n, participation, workload))
 
 
 @register(

@@ -84,10 +84,27 @@ def toeplitz_sensitivity(coefs: np.ndarray, participation: Participation) -> flo
             "The exact sensitivity needs coefficients that are >= 0 and do not increase; these do not. Use "
             "toeplitz_sensitivity_bound, which holds for all."
         )
+    return float(np.linalg.norm(_worst_total(coefs, participation)))
+
+
+def squared_sensitivity(coefs: np.ndarray, participation: Participation) -> tuple[float, np.ndarray]:
+    """Square of `toeplitz_sensitivity` and its gradient, (n,); for coefficients that are >= 0 and do not increase."""
+    n, total, slope = len(coefs), _worst_total(coefs, participation), np.zeros(len(coefs))
+    for first in _worst_steps(n, participation):
+        slope[: n - first] += 2 * total[first:]
+    return float(total @ total), slope
+
+
+def _worst_steps(n: int, participation: Participation) -> range:
+    return range(0, participation.fits(n) * participation.min_sep, participation.min_sep)
+
+
+def _worst_total(coefs: np.ndarray, participation: Participation) -> np.ndarray:
+    """C u for the worst record, (n,)."""
     n, total = len(coefs), np.zeros(len(coefs))
-    for first in range(0, participation.fits(n) * participation.min_sep, participation.min_sep):
+    for first in _worst_steps(n, participation):
         total[first:] += coefs[: n - first]
-    return float(np.linalg.norm(total))
+    return total
 
 
 def toeplitz_sensitivity_bound(coefs: np.ndarray, participation: Participation) -> float:

@@ -262,7 +262,7 @@ def charged_steps(strategy: NoiseStrategy, num_steps: int, planned_steps: int) -
     if num_steps > planned_steps:
         raise DPBudgetExceeded(
             f"{strategy.name} noise was made for {planned_steps} steps, and {num_steps} were asked for. Plan more "
-            "steps, or use a mechanism without a horizon (nu_dpftrl, blt, banded, honaker, anti_pgd)."
+            "steps, or use a mechanism without a horizon (nu_dpftrl, blt, banded, honaker)."
         )
     return planned_steps
 

@@ -87,20 +87,10 @@ def _identity(fields: Fields, n: int) -> np.ndarray:
 
 def _nu_dpftrl(fields: Fields, n: int) -> np.ndarray:
     """``(1 - (1 - nu) z)^(-1/2)``: binomials (2t over t) / 4^t, arXiv:2310.06771."""
-    t = np.arange(n)
-    return np.exp(gammaln(2 * t + 1) - 2 * gammaln(t + 1) - t * np.log(4.0)) * (1 - _damping(fields)) ** t
-
-
-def _anti_pgd(fields: Fields, n: int) -> np.ndarray:
-    """``1 / (1 - (1 - nu) z)``, arXiv:2310.06771."""
-    return (1 - _damping(fields)) ** np.arange(n)
-
-
-def _damping(fields: Fields) -> float:
-    nu = fields.number("nu")
+    nu, t = fields.number("nu"), np.arange(n)
     if nu > 1:
         raise Contradiction(f"nu={nu:g} is outside [0, 1]")
-    return nu
+    return np.exp(gammaln(2 * t + 1) - 2 * gammaln(t + 1) - t * np.log(4.0)) * (1 - nu) ** t
 
 
 def _blt(fields: Fields, n: int) -> np.ndarray:
@@ -121,7 +111,6 @@ def _banded_inverse(fields: Fields, n: int) -> np.ndarray:
 COEFFICIENTS = {
     "identity": _identity,
     "nu_dpftrl": _nu_dpftrl,
-    "damped_anti_pgd": _anti_pgd,
     "blt": _blt,
     "banded": _banded,
     "banded_inverse": _banded_inverse,

@@ -15,7 +15,6 @@ from hf_dpopt.noise import (
     BandedInverse,
     BandedToeplitz,
     BufferedLinearToeplitz,
-    DampedAntiPGD,
     IdentityStrategy,
     NuDPFTRL,
     Participation,
@@ -128,7 +127,7 @@ TRUNCATED = TruncatedPoissonSampler(num_examples=80, expected_batch_size=10)
 CYCLIC = CyclicPoissonSampler(num_examples=80, expected_batch_size=10, num_groups=4)
 BINS = BallsInBinsSampler(num_examples=80, expected_batch_size=10)
 STRATEGIES = {
-    "identity": IdentityStrategy(), "nu": NuDPFTRL(0.1), "damped": DampedAntiPGD(0.1), "tree": TreeAggregation(),
+    "identity": IdentityStrategy(), "nu": NuDPFTRL(0.1), "damped": BandedInverse((1.0, -0.9)), "tree": TreeAggregation(),
     "full honaker": TreeAggregation("full_honaker"), "blt": BufferedLinearToeplitz((0.9,), (0.5,)),
     "4 bands": BandedToeplitz((1.0, 0.5, 0.3, 0.1)), "5 bands": BandedToeplitz((1.0, 0.5, 0.3, 0.1, 0.1)),
     "signs": BandedToeplitz((1.0, -0.5)),

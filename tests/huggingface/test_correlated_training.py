@@ -31,7 +31,7 @@ CASES = {
     "tree": {"noise_mechanism": "tree"},
     "honaker": {"noise_mechanism": "honaker", "noise_restart_every": 4},
     "dense": {"noise_mechanism": "dense"},
-    "anti_pgd": {"noise_mechanism": "anti_pgd"},
+    "anti-PGD": {"noise_mechanism": "banded_inverse", "noise_kwargs": {"coefs": [1, -0.9]}},
     "nu_dpftrl, balls in bins": {"noise_mechanism": "nu_dpftrl", "sampling": "balls_in_bins"},
     "auto": {"noise_mechanism": "auto", "noise_multiplier": None, "target_epsilon": 8.0},
 }

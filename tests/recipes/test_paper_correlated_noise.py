@@ -14,7 +14,7 @@ from scipy.signal import lfilter
 
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.thresholds import make_clipping
-from hf_dpopt.noise import DampedAntiPGD, NuDPFTRL, Participation, make_noise_source
+from hf_dpopt.noise import BandedInverse, NuDPFTRL, Participation, make_noise_source
 from recipes.paper.correlated_noise import exact, figure1, figure2, table2, training
 from recipes.paper.runs import log_slope
 
@@ -101,7 +101,10 @@ def test_table_2_has_the_sensitivities_and_slopes():
 def test_the_gains_are_sums_of_squares():
     eigenvalues, eta = np.array([1.0, 0.3, 0.1]), 0.2
     for nu in (0.02, 0.5):
-        for strategy, gains in ((NuDPFTRL(nu), exact.noise_gains_nu), (DampedAntiPGD(nu), exact.noise_gains_damped)):
+        for strategy, gains in (
+            (NuDPFTRL(nu), exact.noise_gains_nu),
+            (BandedInverse((1.0, nu - 1.0)), exact.noise_gains_damped),
+        ):
             coefs, squared = strategy.noising_coefs(3000), strategy.sensitivity(3000, Participation()) ** 2
             slow = [squared * energy(coefs, curvature, eta) for curvature in eigenvalues]
             np.testing.assert_allclose(gains(eigenvalues, eta, nu), slow, rtol=1e-8)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_dpopt.noise import AntiPGD, DampedAntiPGD, NuDPFTRL, Participation
+from hf_dpopt.noise import BandedInverse, NuDPFTRL, Participation
 from recipes.paper.correlated_noise import exact
 from recipes.paper.runs import experiment, log_slope
 
@@ -31,9 +31,9 @@ def compute(given: Any = None) -> dict[str, Any]:
             "nu_dpftrl_from_coefficients": NuDPFTRL(nu).sensitivity(long_enough, once) ** 2,
             "log_8_over_nu_over_pi": float(np.log(8 / nu) / np.pi),
             "damped_anti_pgd": exact.gamma_squared_damped(nu),
-            "damped_anti_pgd_from_coefficients": DampedAntiPGD(nu).sensitivity(long_enough, once) ** 2,
+            "damped_anti_pgd_from_coefficients": BandedInverse((1.0, nu - 1.0)).sensitivity(long_enough, once) ** 2,
         })  # fmt: skip
-    anti_pgd = {str(n): AntiPGD().sensitivity(n, Participation()) ** 2 for n in (100, 1000, 10_000)}
+    anti_pgd = {str(n): BandedInverse((1.0, -1.0)).sensitivity(n, Participation()) ** 2 for n in (100, 1000, 10_000)}
     slopes = {}
     for name, eigenvalues in (("1/k", exact.power_law(D)), ("all 1", np.ones(D))):
         linearised = name == "all 1"  # 128 equal directions feed back too much to be left to sampled x

@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from hf_dpopt.noise import (
-    AntiPGD,
     BandedInverse,
     BandedToeplitz,
     BufferedLinearToeplitz,
-    DampedAntiPGD,
     FourierStrategy,
     IdentityStrategy,
     NoiseStrategy,
@@ -30,8 +28,8 @@ def strategies(n: int) -> dict[str, NoiseStrategy]:
         "identity": IdentityStrategy(),
         "nu": NuDPFTRL(0.05),
         "optimal-cc": NuDPFTRL(0.0),
-        "anti-pgd": AntiPGD(),
-        "damped": DampedAntiPGD(0.1),
+        "anti-pgd": BandedInverse((1.0, -1.0)),
+        "damped": BandedInverse((1.0, -0.9)),
         "bands": BANDS,
         "one-band": BandedToeplitz((2.0,)),
         "rising-bands": BandedToeplitz((1, 0.5, 0.9)),

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise import DampedAntiPGD, NuDPFTRL
+from hf_dpopt.noise import NuDPFTRL
 from hf_dpopt.noise import strategy as module
 from hf_dpopt.noise.dense import DenseStrategy
 from hf_dpopt.noise.strategy import from_parameters
 from hf_dpopt.noise.tree import TreeAggregation
 from tests.mechanisms.strategies.cases import strategies
 
-STRATEGIES = [one for one in strategies(24).values() if one.is_whole_in_json] + [DampedAntiPGD(1e-300), NuDPFTRL(0)]
+STRATEGIES = [one for one in strategies(24).values() if one.is_whole_in_json] + [NuDPFTRL(1e-300), NuDPFTRL(0)]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)

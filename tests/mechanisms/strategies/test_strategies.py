@@ -7,11 +7,9 @@ import pytest
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import (
-    AntiPGD,
     BandedInverse,
     BandedToeplitz,
     BufferedLinearToeplitz,
-    DampedAntiPGD,
     IdentityStrategy,
     NuDPFTRL,
     Participation,
@@ -90,7 +88,6 @@ def test_workloads_run_the_optimizer():
 
 
 def test_relatives():
-    assert AntiPGD() == DampedAntiPGD(0.0)
     np.testing.assert_allclose(NuDPFTRL(1.0).strategy_coefs(9), IdentityStrategy().strategy_coefs(9))
     root = NuDPFTRL(0.0).strategy_coefs(50)
     np.testing.assert_allclose(np.convolve(root, root)[:50], np.ones(50))  # the square root of the prefix sums
@@ -116,7 +113,6 @@ def test_equal_parameters_are_an_equal_strategy():
     [
         (lambda: NuDPFTRL(-0.1), r"\[0, 1\]"),
         (lambda: NuDPFTRL(float("nan")), r"\[0, 1\]"),
-        (lambda: DampedAntiPGD(1.5), r"\[0, 1\]"),
         (lambda: BandedToeplitz(()), "at least one"),
         (lambda: BandedToeplitz((0.0, 1.0)), "first not 0"),
         (lambda: BandedInverse((1.0, float("inf"))), "finite"),
