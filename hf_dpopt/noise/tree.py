@@ -23,7 +23,6 @@ from hf_dpopt.noise.streams import CorrelatedStream, NoiseStream, StreamCost
 from hf_dpopt.randomness.source import NoiseSource
 
 Variant = Literal["vanilla", "honaker", "full_honaker"]
-MAX_PATTERNS = 1_000_000  # patterns that are looked through before the bound by row sums is taken instead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,19 +106,10 @@ class TreeAggregation(NoiseStrategy):
         return np.diff(prefixes, axis=0, prepend=0.0)
 
     def sensitivity(self, n: int, participation: Participation) -> float:
-        if participation.kind == "fixed_epoch":
+        if participation.kind == "fixed_epoch":  # that of all samplers that a tree has a proof with
             return self._epoch_sensitivity(n, participation)
-        matrix = self._nodes(n)
-        columns = np.square(matrix).sum(axis=0)
-        if participation.fits(n) == 1:
-            return float(np.sqrt(columns.max()))
-        if self.restart_every is None:
-            exact = _worst_pattern(n, participation)
-            if exact is not None:
-                return exact
-        elif participation.min_sep >= self.restart_every:  # at most one participation in a tree
-            return sensitivity.banded_sensitivity(np.sqrt(columns), participation)
-        return sensitivity.gram_sensitivity(matrix.T @ matrix, participation)
+        nodes = self._nodes(n)
+        return sensitivity.gram_sensitivity(nodes.T @ nodes, participation)
 
     def _epoch_sensitivity(self, n: int, participation: Participation) -> float:
         """Exact, for steps ``o, o + b, ..``: the nodes count how many of them they hold, without any matrix."""
@@ -203,47 +193,6 @@ class _Tree:
 @functools.lru_cache(maxsize=8)
 def _tree(n: int) -> _Tree:
     return _Tree(n)
-
-
-def _worst_pattern(n: int, participation: Participation) -> float | None:
-    """Exact sensitivity of one tree: over which aligned blocks of ``s = 2^floor(log2 b) <= b`` steps a record hits.
-
-    A block of s steps is hit at most once, so nodes up to that size are worth 1 for every hit, wherever it is; larger
-    nodes are worth the square of their hits. Only in an incomplete last block does the place matter, and that hit is
-    the last one. None if there are too many sets to look through.
-    """
-    s = 1 << (participation.min_sep.bit_length() - 1)
-    num_levels = s.bit_length()
-    below = np.array([sum((t >> h << h) + (1 << h) <= n for h in range(num_levels)) for t in range(n)])
-    large = [
-        (first // s, (first + size) // s)
-        for h in range(num_levels, n.bit_length())
-        for size in [1 << h]
-        for first in range(0, n - size + 1, size)
-    ]
-    best, visited = 0.0, 0
-    hits = np.zeros(-(-n // s), dtype=int)
-
-    def search(earliest: int, left: int, value: int) -> bool:
-        nonlocal best, visited
-        visited += 1
-        if visited > MAX_PATTERNS:
-            return False
-        best = max(best, value + sum(int(hits[a:b].sum()) ** 2 for a, b in large))
-        if left == 0:
-            return True
-        for block in range(earliest // s, len(hits)):
-            place, end = max(earliest, block * s), min((block + 1) * s, n)
-            if place >= end:
-                continue
-            hits[block] += 1
-            in_time = search(place + participation.min_sep, left - 1, value + int(below[place:end].max()))
-            hits[block] -= 1
-            if not in_time:
-                return False
-        return True
-
-    return float(np.sqrt(best)) if search(0, participation.fits(n), 0) else None
 
 
 # --- stream ----------------------------------------------------------------------------------------------------------
