@@ -18,7 +18,7 @@ from hf_dpopt.common.collectives import Ranks
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.reduction import Layout
 from hf_dpopt.noise.registry import INDEPENDENT, Setting, register
-from hf_dpopt.noise.slices import Cut, add_in_slices
+from hf_dpopt.noise.slices import Flattened, add_in_slices
 from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy
 from hf_dpopt.noise.streams import NoiseStream
 from hf_dpopt.randomness.source import AddressedSource, NoiseSource
@@ -85,12 +85,13 @@ class IndependentStream(NoiseStream):
         if any(total.dtype != torch.float32 for total in sums.values()):
             raise DPConfigError("Noise is added to float32 sums: what is rounded before it is noised is not covered.")
         self._last_step = step
-        totals = {tensor: sums[name] for tensor, name in enumerate(sorted(sums))}
+        numbers = {name: tensor for tensor, name in enumerate(sorted(sums))}
+        totals = {tensor: sums[name] for name, tensor in numbers.items()}
         self._device = next((total.device for total in totals.values()), self._device)
         if self._layout is not None or self._is_shared(totals.values()):
             assert isinstance(self._source, AddressedSource)
-            cut = Cut.of(totals, {name: tensor for tensor, name in enumerate(sorted(sums))}, self._layout)
-            add_in_slices(self._source, totals, stddev=self.draw_stddev, step=step, ranks=self._ranks, cut=cut)
+            whole = Flattened(totals, self._layout, numbers)
+            add_in_slices(self._source, whole, stddev=self.draw_stddev, step=step, ranks=self._ranks)
         else:
             self._source.add_to(totals, stddev=self.draw_stddev, step=step)
 

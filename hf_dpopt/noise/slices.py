@@ -8,8 +8,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -19,24 +18,26 @@ from hf_dpopt.common.reduction import Layout, piece_of
 from hf_dpopt.randomness.source import AddressedSource, Part
 
 
-def slice_of(num: int, rank: int, size: int) -> tuple[int, int]:
-    """First element of a rank's slice of N, and the one after its last: the slices are disjoint and cover all."""
-    return num * rank // size, num * (rank + 1) // size
-
-
 class Flattened:
-    """Tensors of a step as one vector of N elements, of which parts are views.
+    """Tensors of a step as one vector of N elements, of which parts are views; cut among the ranks, on each alike.
 
     Args:
         totals: number of the tensor within the step -> tensor, contiguous.
-        order: numbers in the order in which they stand in the vector; by default ascending.
+        layout: layout of sums that came in pieces; None where every rank has all of them, in ascending order.
+        numbers: name in the layout -> number.
     """
 
-    def __init__(self, totals: Mapping[int, torch.Tensor], order: Sequence[int] | None = None):
-        self._numbers = sorted(totals) if order is None else list(order)
+    def __init__(
+        self,
+        totals: Mapping[int, torch.Tensor],
+        layout: Layout | None = None,
+        numbers: Mapping[str, int] | None = None,
+    ):
+        self._numbers = sorted(totals) if layout is None else [(numbers or {})[name] for name in layout.order]
         assert sorted(self._numbers) == sorted(totals), "an order of other tensors"
         self._flat = [totals[number].view(-1) for number in self._numbers]
         self._starts = [0, *itertools.accumulate(flat.numel() for flat in self._flat)]
+        self._lengths = [self.num] if layout is None else layout.lengths  # of buckets, which every rank has a piece of
 
     @property
     def num(self) -> int:
@@ -59,43 +60,17 @@ class Flattened:
             i += 1
         return found
 
-
-class Cut(NamedTuple):
-    """Cut of the elements of a step among the ranks, the same on each of them."""
-
-    whole: Flattened
-    lengths: list[int]  #: elements of each bucket, which every rank has a piece of
-    piece_of: Callable[
-        [int, int, int], tuple[int, int]
-    ]  #: (L, rank, ranks) -> first element and the one after the last
-
-    @classmethod
-    def of(cls, totals: Mapping[int, torch.Tensor], numbers: Mapping[str, int], layout: Layout | None) -> Cut:
-        """The cut of sums that came in pieces; of all elements at once where every rank has the whole of them.
-
-        Args:
-            totals: number of the tensor within the step -> tensor.
-            numbers: name -> number.
-            layout: layout of the pieces, or None.
-        """
-        if layout is None:
-            whole = Flattened(totals)
-            return cls(whole, [whole.num], slice_of)
-        return cls(Flattened(totals, [numbers[name] for name in layout.order]), layout.lengths, piece_of)
-
     def bounds(self, rank: int, size: int) -> list[tuple[int, int]]:
         """First element of a rank in each bucket, and the one after its last."""
         found, start = [], 0
-        for length in self.lengths:
-            first, end = self.piece_of(length, rank, size)
+        for length in self._lengths:
+            first, end = piece_of(length, rank, size)
             found.append((start + first, start + end))
             start += length
         return found
 
 
-def add_in_slices(
-    source: AddressedSource, totals: Mapping[int, torch.Tensor], *, stddev: float, step: int, ranks: Ranks, cut: Cut
-) -> None:
+def add_in_slices(source: AddressedSource, whole: Flattened, *, stddev: float, step: int, ranks: Ranks) -> None:
     """Add ``stddev`` times the normals of a step to tensors, each rank to its slice, and give all of them to all.
 
     Formal guarantee: every rank leaves with the same bits, those of `NoiseSource.add_to` on one process where the
@@ -104,36 +79,34 @@ def add_in_slices(
 
     Args:
         source: draws any part of a tensor.
-        totals: number of the tensor within the step -> float32 tensor, contiguous, whose slice of this rank is summed.
+        whole: float32 tensors, whose slice of this rank is summed.
         stddev: what a normal is multiplied by.
         step: the step.
         ranks: the processes of the run.
-        cut: the slices, those of `totals`.
 
     Raises:
         DPConfigError: if the slices of the ranks do not cover each element once: something would leave without noise,
             or two elements with the same.
     """
-    whole = cut.whole
-    slices = [whole.parts(first, end) for first, end in cut.bounds(ranks.rank, ranks.size)]
+    slices = [whole.parts(first, end) for first, end in whole.bounds(ranks.rank, ranks.size)]
     mine = [part for parts in slices for part in parts]
     source.add_parts(mine, stddev=stddev, step=step)
-    _check_cover(cut, [sum(part.total.numel() for part in parts) for parts in slices], ranks)
-    noised, received = sum(part.total.numel() for part in mine), _exchange(cut, ranks)
+    _check_cover(whole, [sum(part.total.numel() for part in parts) for parts in slices], ranks)
+    noised, received = sum(part.total.numel() for part in mine), _exchange(whole, ranks)
     if noised + received != whole.num:
         raise DPConfigError(_uncovered(f"{noised} + {received} elements got noise, and there are {whole.num}"))
 
 
-def _check_cover(cut: Cut, noised: Sequence[int], ranks: Ranks) -> None:
+def _check_cover(whole: Flattened, noised: Sequence[int], ranks: Ranks) -> None:
     """Compare the slices that the ranks noised with the elements there are.
 
     Args:
-        cut: the slices.
+        whole: the tensors.
         noised: elements that got noise on this rank, of each bucket.
         ranks: the processes of the run.
     """
-    num, places, reached = cut.whole.num, cut.whole.digest(), 0
-    bounds = cut.bounds(ranks.rank, ranks.size)
+    num, places, reached = whole.num, whole.digest(), 0
+    bounds = whole.bounds(ranks.rank, ranks.size)
     rows = [[places, *of_bucket, count] for of_bucket, count in zip(bounds, noised, strict=True)]
     everyone = [row for theirs in ranks.gather(torch.tensor(rows)) for row in theirs.tolist()]
     if any(row[0] != places for row in everyone):
@@ -153,11 +126,11 @@ def _uncovered(what: str) -> str:
     )
 
 
-def _exchange(cut: Cut, ranks: Ranks) -> int:
+def _exchange(whole: Flattened, ranks: Ranks) -> int:
     """Write the slices of the other ranks over those of this one; return how many elements were received."""
-    whole, received = cut.whole, 0
+    received = 0
     most = max(1, BUCKET_ELEMENTS // ranks.size)
-    for bounds in zip(*(cut.bounds(rank, ranks.size) for rank in range(ranks.size)), strict=True):
+    for bounds in zip(*(whole.bounds(rank, ranks.size) for rank in range(ranks.size)), strict=True):
         longest = max(end - first for first, end in bounds)
         for start in range(0, longest, most):
             length = min(most, longest - start)
