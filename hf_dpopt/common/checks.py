@@ -196,3 +196,9 @@ def _describe(kind: Any) -> str:
     if kind == list[str]:
         return "a list of texts"
     return "a list" if kind is list else _WORDS[kind]
+
+
+def is_reentrant(checkpointing: Mapping[str, Any]) -> bool:
+    """Whether these keywords checkpoint reentrantly: given others but not `use_reentrant`, torch does."""
+    keywords = {k: v for k, v in checkpointing.items() if k not in ("every_n_layers", "offload")}
+    return bool(keywords) and bool(keywords.get("use_reentrant", True))

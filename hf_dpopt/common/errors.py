@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec
 
 LONGEST = 1000  # characters of a message; what is longer was quoted from somewhere, and loses its middle
@@ -69,9 +69,3 @@ def refuses(table: Callable[P, Iterator[Refusal]], *, error: type[DPConfigError]
                 raise error(message)
 
     return check
-
-
-def is_reentrant(checkpointing: Mapping[str, Any]) -> bool:
-    """Whether these keywords checkpoint reentrantly: given others but not `use_reentrant`, torch does."""
-    keywords = {k: v for k, v in checkpointing.items() if k not in ("every_n_layers", "offload")}
-    return bool(keywords) and bool(keywords.get("use_reentrant", True))

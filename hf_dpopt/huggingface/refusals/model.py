@@ -12,7 +12,8 @@ from transformers import Seq2SeqTrainer, Trainer
 from transformers.utils.import_utils import is_peft_available
 
 from hf_dpopt.clipping.capture import Capture, is_compiled
-from hf_dpopt.common.errors import DPConfigError, Refusal, UnsupportedModuleError, is_reentrant, refuses, shown
+from hf_dpopt.common.checks import is_reentrant
+from hf_dpopt.common.errors import DPConfigError, Refusal, UnsupportedModuleError, refuses, shown
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.records.losses import RecordLosses, base_model
 from hf_dpopt.records.settings import settings

@@ -11,7 +11,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import TrainingArguments
 
 from hf_dpopt.common import collectives
-from hf_dpopt.common.errors import Refusal, is_reentrant, refuses, shown
+from hf_dpopt.common.checks import is_reentrant
+from hf_dpopt.common.errors import Refusal, refuses, shown
 from hf_dpopt.huggingface.values import check_values
 
 DATA_PARALLEL = "Use plain accelerate launch (data parallel), with LoRA if memory is short."
