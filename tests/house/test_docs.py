@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import json
@@ -12,6 +13,10 @@ import pytest
 import yaml
 
 import hf_dpopt
+from hf_dpopt.noise import MECHANISMS
+from hf_dpopt.plan import options
+from hf_dpopt.preclip import PRECLIPS
+from hf_dpopt.sampling import SAMPLERS
 from tests import api_page
 from tests.run import kill_storm
 
@@ -90,6 +95,33 @@ def _resolves(name: str) -> bool:
             found = getattr(found, attribute, None)
         return found is not None
     return False
+
+
+def choices() -> dict[str, set[str]]:
+    """Values of every option that has a list of them, declared with it or in a registry."""
+    groups = [group for group in vars(options).values() if dataclasses.is_dataclass(group)]
+    declared = {
+        field.name: set(field.metadata["choices"])
+        for group in groups for field in dataclasses.fields(group) if "choices" in field.metadata
+    }  # fmt: skip
+    registries = {"noise_mechanism": MECHANISMS, "sampling": SAMPLERS, "preconditioner": PRECLIPS}
+    return declared | {name: {*values, "auto", "none"} for name, values in registries.items()}
+
+
+def test_every_value_that_a_page_gives_an_option_is_one_of_its_choices(repo: Path) -> None:
+    """``--option value``, ``option="value"`` and ``"option": "value"``, in blocks and in the text."""
+    wrong, seen = [], set()
+    for page in pages(repo):
+        text = page.read_text()
+        own = set(re.findall(r'^    name: ClassVar\[str\] = "(\w+)"', text, re.MULTILINE))  # what its blocks register
+        for name, values in choices().items():
+            form = rf"(?:--{name}[ =]|\b{name}=[\"']|[\"']{name}[\"']: [\"'])([a-z_][a-z0-9_]*)\b"
+            for value in re.findall(form, text):
+                seen.add(name)
+                if value not in values | own:
+                    wrong.append(f"{page.name}: {name} {value}, of {sorted(values)}")
+    assert not wrong, "\n".join(wrong)
+    assert len(seen) > 10
 
 
 def test_every_paper_of_the_index_leads_somewhere(repo: Path) -> None:
