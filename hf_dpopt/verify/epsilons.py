@@ -28,7 +28,6 @@ PRV = "opacus PRV"
 ACCOUNTANTS: dict[str, Callable[[Leaves, float, str, float], Recomputed]] = {
     "exact Gaussian": other_accountants.by_gaussian,
     "dp-accounting PLD": other_accountants.by_pld,
-    "dp-accounting RDP": other_accountants.by_rdp,
     PRV: other_accountants.by_prv,
 }
 RATE_TOLERANCE = 0.01  # relative, by which a claimed rate may lie below a recomputed one: grids differ

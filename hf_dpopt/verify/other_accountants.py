@@ -1,16 +1,13 @@
-"""Epsilon by accountants that are not ours: dp-accounting's PLD and RDP, opacus' PRV, and the exact Gaussian formula.
+"""Epsilon by accountants that are not ours: dp-accounting's PLD, opacus' PRV, and the exact Gaussian formula.
 
 All but the PRV's lower end are upper bounds. A claim is supported if it is not below one of them, up to `TOLERANCE`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import logging
 import math
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,12 +15,10 @@ from dp_accounting import (
     GaussianDpEvent,
     NeighboringRelation,
     PoissonSampledDpEvent,
-    PrivacyAccountant,
     TruncatedSubsampledGaussianDpEvent,
 )
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from dp_accounting.pld import PLDAccountant
-from dp_accounting.rdp import RdpAccountant
 from scipy import optimize, stats
 from scipy.special import log_ndtr, ndtr, ndtri
 
@@ -119,12 +114,12 @@ def by_pld(leaves: Leaves, delta: float, adjacency: str, claimed: float) -> Reco
     if delta < SMALLEST_DELTA:
         raise Unknown(f"delta={delta:g} is below {SMALLEST_DELTA:g}, where rounding is no longer small")
     leaves, delta = uncut(leaves, delta)
-    if not _supports(PLDAccountant(RELATIONS[adjacency]), leaves):
+    if not _has_losses(leaves, adjacency):
         raise Inapplicable(f"it has no analysis of these batches under {adjacency}")
     grid, steps = _interval(leaves, claimed), _num_grids(leaves)
     if claimed > LARGEST or grid > max(1.0, claimed):
         raise Unknown(f"epsilon is above {LARGEST:g}, where privacy losses overflow")
-    epsilon = float(_composed(PLDAccountant(RELATIONS[adjacency], grid), leaves).get_epsilon(delta))
+    epsilon = float(_losses(leaves, adjacency, grid).get_epsilon(delta))
     if not math.isfinite(epsilon):
         raise Unknown("its bound is infinite")
     excess = (4 + 0.12 * epsilon) * steps * (grid / max(epsilon, 1e-3)) ** 2
@@ -163,9 +158,9 @@ def true_positives(leaves: Leaves, false_positives: float, epsilon: float, delta
     if all(isinstance(leaf, GaussianDpEvent) for leaf, _ in leaves):
         return float(ndtr(ndtri(false_positives) + _shift(leaves, adjacency)))
     steps, left = uncut(leaves, delta)
-    if not _supports(PLDAccountant(RELATIONS[adjacency]), steps):
+    if not _has_losses(steps, adjacency):
         raise Unknown("no independent accountant knows the whole profile of these batches")
-    losses = _composed(PLDAccountant(RELATIONS[adjacency], 2 * _interval(steps, epsilon)), steps)
+    losses = _losses(steps, adjacency, 2 * _interval(steps, epsilon))
     t = np.linspace(0.0, 2 * epsilon + 1, POINTS)
     deltas = np.minimum(1.0, np.array([losses.get_delta(float(x)) for x in t]) + delta - left)
     bounds = np.minimum(
@@ -174,29 +169,16 @@ def true_positives(leaves: Leaves, false_positives: float, epsilon: float, delta
     return float(min(1.0, bounds.min()))
 
 
-def _supports(accountant: PrivacyAccountant, leaves: Leaves) -> bool:
+def _has_losses(leaves: Leaves, adjacency: str) -> bool:
+    accountant = PLDAccountant(RELATIONS[adjacency])
     return all(accountant.supports(leaf) for leaf, _ in leaves)
 
 
-def _composed(accountant: PrivacyAccountant, leaves: Leaves) -> Any:
+def _losses(leaves: Leaves, adjacency: str, grid: float) -> PLDAccountant:
+    accountant = PLDAccountant(RELATIONS[adjacency], grid)
     for leaf, count in leaves:
         accountant.compose(leaf, count)
     return accountant
-
-
-def by_rdp(leaves: Leaves, delta: float, adjacency: str, claimed: float) -> Recomputed:
-    """Epsilon from Renyi divergences: a looser upper bound (arXiv:1908.10530).
-
-    Raises:
-        Inapplicable: for events that it does not know, and where a record is swapped: its analysis moves one clip.
-    """
-    if adjacency == "replace_one":
-        raise Inapplicable("its analysis moves one clip, and a swapped record moves two")
-    leaves, delta = uncut(leaves, delta)
-    if not _supports(RdpAccountant(), leaves):
-        raise Inapplicable("it has no analysis of these batches")
-    with _quiet():
-        return Recomputed(float(_composed(RdpAccountant(), leaves).get_epsilon(delta)))
 
 
 def by_prv(leaves: Leaves, delta: float, adjacency: str, claimed: float) -> Recomputed:
@@ -214,7 +196,7 @@ def by_prv(leaves: Leaves, delta: float, adjacency: str, claimed: float) -> Reco
     if claimed > LARGEST:
         raise Unknown(f"epsilon is above {LARGEST:g}, where privacy losses overflow")
     error = max(2e-3, 5e-3 * claimed)  # what its time is inversely proportional to
-    with warnings.catch_warnings(), _quiet():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             accountants = import_extra("opacus.accountants", "The PRV accountant")
@@ -229,15 +211,3 @@ def by_prv(leaves: Leaves, delta: float, adjacency: str, claimed: float) -> Reco
     if not (math.isfinite(least) and math.isfinite(most)):
         raise Unknown("opacus gave no finite number")
     return Recomputed(float(most), float(least))
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide notes on Renyi orders that were left out, which make the bound looser and not wrong."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -57,11 +57,10 @@ def test_true_claims_are_verified(name: str) -> None:
 
 
 def test_the_accountants_agree() -> None:
-    """PLD within 0.1 %, the PRV around it, and Renyi divergences above."""
+    """PLD within 0.1 %, and the PRV around it."""
     checks = {check.name: check.numbers for check in verify(runs.REPORTS / "resumed").checks}
-    pld, rdp = checks[f"{SPENT}, dp-accounting PLD"], checks[f"{SPENT}, dp-accounting RDP"]
+    pld = checks[f"{SPENT}, dp-accounting PLD"]
     assert pld["claimed"] == pytest.approx(pld["recomputed"], rel=1e-3)
-    assert rdp["recomputed"] > 1.05 * pld["recomputed"]
     prv = checks.get(f"{SPENT}, opacus PRV")
     assert prv is not None and prv["recomputed"] == pytest.approx(pld["recomputed"], rel=0.01)
 
