@@ -208,7 +208,7 @@ class Checkpoints:
 
     def _newest(self, output_dir: Path, known: Found) -> Checkpoint | None:
         """The last whole checkpoint, None if none is needed; say which ones after it are skipped, and why."""
-        last, skipped = last_whole(output_dir, known.known, needed=NEEDED)
+        last, skipped = last_whole(output_dir, known.known)
         if last is None:
             torn = "".join(f" {one.folder.name}: {'; '.join(one.reasons)}." for one in skipped)
             if skipped and not (output_dir / JOURNAL).is_dir():  # which may lead on from the initial weights

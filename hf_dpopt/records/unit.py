@@ -133,7 +133,7 @@ def recognise(dataset: Any, *, model: Any = None, padding_id: int | None = None)
 
 # --- a sample of the rows as they are stored -------------------------------------------------------------------------
 
-Run = dict[str, list[Any]]  # column -> values of neighbouring rows; lists of whole numbers as arrays
+Run = list[Mapping[str, Any]]  # neighbouring rows
 
 
 def _sample(dataset: Any) -> list[Run]:
@@ -150,12 +150,7 @@ def _sample(dataset: Any) -> list[Run]:
         runs = [list(dataset[each]) for each in slices]
     else:
         runs = [[row for rows in read_rows(dataset, range(min(NUM_LAZY_ROWS, num))) for row in rows]]
-    if not all(isinstance(row, Mapping) for rows in runs for row in rows):
-        return []
-    common = [set(rows[0]).intersection(*rows) if rows else () for rows in runs]
-    return [
-        {name: [_plain(row[name]) for row in rows] for name in names} for rows, names in zip(runs, common, strict=True)
-    ]
+    return runs if all(isinstance(row, Mapping) for row in _chain(runs)) else []
 
 
 def _plain(value: Any) -> Any:
@@ -172,12 +167,12 @@ def _plain(value: Any) -> Any:
 
 
 def _has(runs: list[Run], name: str) -> bool:
-    return all(name in run for run in runs)
+    return all(name in row for row in _chain(runs))
 
 
 def _column(runs: list[Run], name: str, kinds: type | tuple[type, ...] = np.ndarray) -> list[list[Any]]:
     """The values in a column, run by run; nothing if one is missing or of another kind."""
-    columns = [run.get(name, [None]) for run in runs]
+    columns = [[_plain(row.get(name)) for row in run] for run in runs]
     return columns if all(isinstance(value, kinds) for value in _chain(columns)) else []
 
 

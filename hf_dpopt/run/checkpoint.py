@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -199,13 +199,11 @@ def checkpoints(output_dir: Path) -> list[Path]:
     return [output_dir / name for _, name in sorted(found, reverse=True) if (output_dir / name).is_dir()]
 
 
-def last_whole(
-    output_dir: Path, ledger: Ledger | None, *, needed: Sequence[str] = ()
-) -> tuple[Checkpoint | None, list[Checkpoint]]:
+def last_whole(output_dir: Path, ledger: Ledger | None) -> tuple[Checkpoint | None, list[Checkpoint]]:
     """The newest checkpoint that a run can go on from, and those after it that it cannot."""
     skipped: list[Checkpoint] = []
     for folder in checkpoints(output_dir):
-        found = examine(folder, ledger, needed=needed)
+        found = examine(folder, ledger, needed=NEEDED)
         if found.is_whole:
             return found, skipped
         skipped.append(found)
