@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from scipy.linalg import solve_triangular
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import sensitivity
@@ -76,9 +75,6 @@ class DenseStrategy(NoiseStrategy):
         if n > self.num_steps:
             raise DPConfigError(f"This strategy is for {self.num_steps} steps, not {n}. Make one for {n} steps.")
         return self._matrix[:n, :n]
-
-    def noising_matrix(self, n: int) -> np.ndarray:
-        return solve_triangular(self.strategy_matrix(n), np.eye(n), lower=True)
 
     def sensitivity(self, n: int, participation: Participation) -> float:
         matrix = self.strategy_matrix(n)

@@ -1,4 +1,4 @@
-"""Tree aggregation: noise on the nodes of a binary tree over the steps, and three ways to read prefix sums off it.
+"""Tree aggregation: noise on the nodes of a binary tree over the steps, and two ways to read prefix sums off it.
 
 A node is a complete aligned block of ``2^h`` steps; C has a row of ones over the steps of every node.
 """
@@ -11,18 +11,16 @@ from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
-from scipy.linalg import solve_triangular
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise import sensitivity
 from hf_dpopt.noise.registry import Setting, register
 from hf_dpopt.noise.sensitivity import Participation
-from hf_dpopt.noise.strategy import NoiseStrategy, lower_root
+from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.noise.streams import CorrelatedStream, NoiseStream, StreamCost
 from hf_dpopt.randomness.source import NoiseSource
 
-Variant = Literal["vanilla", "honaker", "full_honaker"]
+Variant = Literal["vanilla", "honaker"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +28,7 @@ class TreeAggregation(NoiseStrategy):
     """Binary tree aggregation.
 
     Args:
-        variant: "vanilla" adds up the nodes of a prefix; "honaker" first improves every node by those below it;
-            "full_honaker" takes the best estimate from all nodes, later ones too, which needs the number of steps.
+        variant: "vanilla" adds up the nodes of a prefix; "honaker" first improves every node by those below it.
         restart_every: steps after which a new tree starts; None for one tree.
         tree_completion: complete the tree at a restart by steps without gradient, so that what is carried over is one
             root and not the nodes of a prefix.
@@ -44,7 +41,8 @@ class TreeAggregation(NoiseStrategy):
     restart_every: int | None = None
     tree_completion: bool = True
     name: ClassVar[str] = "tree"
-    default_backend: ClassVar[str] = "regenerate"  # of full_honaker; the others have a stack
+    anytime: ClassVar[bool] = True
+    is_square: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.variant not in get_args(Variant):
@@ -52,18 +50,6 @@ class TreeAggregation(NoiseStrategy):
         if self.restart_every is not None:
             check_count("restart_every", self.restart_every)
             object.__setattr__(self, "restart_every", int(self.restart_every))
-            if self.variant == "full_honaker":
-                raise DPConfigError(
-                    "variant='full_honaker' reads all nodes together. Use variant='honaker', which can be restarted."
-                )
-
-    @property
-    def anytime(self) -> bool:  # type: ignore[override]
-        return self.variant != "full_honaker"
-
-    @property
-    def is_square(self) -> bool:  # type: ignore[override]
-        return not self.anytime
 
     def restarted(self, every: int) -> NoiseStrategy | None:
         return dataclasses.replace(self, restart_every=every)
@@ -78,12 +64,6 @@ class TreeAggregation(NoiseStrategy):
         ]
 
     def strategy_matrix(self, n: int) -> np.ndarray:
-        nodes = self._nodes(n)
-        # the best estimate needs later nodes: a rotation with the same privacy makes its noise step by step
-        return lower_root(nodes.T @ nodes) if self.variant == "full_honaker" else nodes
-
-    def _nodes(self, n: int) -> np.ndarray:
-        """Mask of the steps that every node adds up, (nodes, n)."""
         rows = []
         for first, end, size in self._blocks(n):
             of_block = _tree(size).nodes[:, : end - first]
@@ -92,8 +72,6 @@ class TreeAggregation(NoiseStrategy):
         return np.concatenate(rows)
 
     def noising_matrix(self, n: int) -> np.ndarray:
-        if self.variant == "full_honaker":
-            return solve_triangular(self.strategy_matrix(n), np.eye(n), lower=True)
         blocks = self._blocks(n)
         num_nodes = [len(_tree(size).nodes) for _, _, size in blocks]
         prefixes, carried, column = np.zeros((n, sum(num_nodes))), np.zeros(sum(num_nodes)), 0
@@ -108,8 +86,7 @@ class TreeAggregation(NoiseStrategy):
     def sensitivity(self, n: int, participation: Participation) -> float:
         if participation.kind == "fixed_epoch":  # that of all samplers that a tree has a proof with
             return self._epoch_sensitivity(n, participation)
-        nodes = self._nodes(n)
-        return sensitivity.gram_sensitivity(nodes.T @ nodes, participation)
+        return super().sensitivity(n, participation)
 
     def _epoch_sensitivity(self, n: int, participation: Participation) -> float:
         """Exact, for steps ``o, o + b, ..``: the nodes count how many of them they hold, without any matrix."""
@@ -126,18 +103,13 @@ class TreeAggregation(NoiseStrategy):
         return float(np.sqrt(worst))
 
     def check_row_norms(self, num_steps: int) -> None:
-        if not self.anytime:  # the others add up at most log2(n) nodes
-            super().check_row_norms(num_steps)
+        """Nothing to refuse: a step adds up at most log2(n) nodes, and takes as many back."""
 
     def cost(self, num_steps: int, *, backend: str = "auto") -> StreamCost:
-        if not self.anytime:
-            return super().cost(num_steps, backend=backend)
         levels = min(self.restart_every or num_steps, num_steps).bit_length()
         return StreamCost(2, 2 + levels / 2, 1 + levels / 2)
 
     def _make_stream(self, source: NoiseSource, backend: str, common: dict[str, Any]) -> NoiseStream:
-        if not self.anytime:
-            return super()._make_stream(source, backend, common)
         if backend != "auto":
             raise DPConfigError("A tree draws its nodes as they are completed: leave backend='auto'.")
         return TreeStream(self, source, **common)
@@ -271,9 +243,9 @@ MAX_MATRIX_STEPS = 4096  # the error of a tree needs its matrices
     compared_with=("fixed_order",),
     max_compared_steps=MAX_MATRIX_STEPS,
 )
-def tune_tree(setting: Setting, variant: str = "vanilla") -> NoiseStrategy:
+def tune_tree(setting: Setting) -> NoiseStrategy:
     """Nothing to tune."""
-    return TreeAggregation(variant)  # type: ignore[arg-type]  # it says which variants there are
+    return TreeAggregation("vanilla")
 
 
 @register(

@@ -47,11 +47,9 @@ class Strategy:
     @property
     def is_anytime(self) -> bool:
         """Whether the first steps of a run are a run of their own."""
-        if self.name == "tree":
-            return self.fields.text("variant") != "full_honaker"
         if self.name == "restarted":
             return self.base.is_anytime
-        return self.name in COEFFICIENTS
+        return self.name in COEFFICIENTS or self.name == "tree"
 
     def coefficients(self, n: int) -> np.ndarray | None:
         """First column of C, (n,), where C is Toeplitz; else None."""

@@ -23,7 +23,6 @@ VARIANTS = {
     "banded, fixed order": {"noise_mechanism": "banded", "sampling": "fixed_order"},
     "blt, restarted": {"noise_mechanism": "blt", "noise_restart_every": 5},
     "honaker, restarted": {"noise_mechanism": "honaker", "noise_restart_every": 5},
-    "tree, full Honaker": {"noise_mechanism": "tree", "noise_kwargs": {"variant": "full_honaker"}},
 }
 
 

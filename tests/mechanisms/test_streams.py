@@ -22,7 +22,7 @@ SHAPES = {"b.weight": (3, 5), "a.bias": (4,), "scalar": ()}
 ALL = strategies(N)
 TREES = ("tree", "honaker", "restarted-tree", "restarted-as-it-is")
 STREAMS = (
-    "nu", "damped", "inverse-bands", "bands", "one-band", "blt", "dense", "restarted-nu", "full-honaker",
+    "nu", "damped", "inverse-bands", "bands", "one-band", "blt", "dense", "restarted-nu",
     "restarted-blt", "restarted-bands",
 )  # fmt: skip
 BACKENDS = {

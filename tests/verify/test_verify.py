@@ -94,7 +94,6 @@ def _blt(n: int) -> noise.NoiseStrategy:
         TreeAggregation("vanilla"),
         TreeAggregation("honaker", restart_every=10),
         TreeAggregation("honaker", restart_every=12, tree_completion=False),
-        TreeAggregation("full_honaker"),
         noise.Restarted(noise.NuDPFTRL(0.1), 12),
         noise.Restarted(noise.BandedInverse((1.0, -0.5)), 5),
     ],

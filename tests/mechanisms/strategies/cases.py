@@ -45,7 +45,6 @@ def strategies(n: int) -> dict[str, NoiseStrategy]:
         "fft-fourier": FourierStrategy("fourier"),
         "tree": TreeAggregation("vanilla"),
         "honaker": TreeAggregation("honaker"),
-        "full-honaker": TreeAggregation("full_honaker"),
         "restarted-tree": TreeAggregation("honaker", restart_every=5),
         "restarted-as-it-is": TreeAggregation("vanilla", restart_every=6, tree_completion=False),
     }

@@ -121,7 +121,6 @@ def test_equal_parameters_are_an_equal_strategy():
         (lambda: BufferedLinearToeplitz((1.0,), (0.7,)), "interlaced"),
         (lambda: TreeAggregation("binary"), "honaker"),
         (lambda: TreeAggregation(restart_every=0), "restart_every=0"),
-        (lambda: TreeAggregation("full_honaker", restart_every=4), "variant='honaker'"),
         (lambda: DenseStrategy(np.ones((3, 3))), "lower-triangular"),
         (lambda: DenseStrategy(np.zeros((3, 3))), "positive diagonal"),
         (lambda: ALL["dense"].strategy_matrix(33), "32 steps"),
