@@ -6,7 +6,6 @@ resumption; no step may run twice under one key, which `run.keys` and the ledger
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -23,8 +22,6 @@ WORD_BLOCK = 2**20  # words that are held at once where many are drawn; changes 
 # A chunk is what one thread draws at a time. Its words and buffers (0.5 MB) stay in the L2 cache; chunk c of a tensor
 # holds elements [c * CHUNK, (c + 1) * CHUNK) of the flattened, unsharded tensor. Changing it changes the stream.
 CHUNK = 2**14
-
-Filler = Callable[[np.ndarray, int], None]  # (float32 output of one chunk, at most CHUNK long; number of the chunk)
 
 
 # --- words ----------------------------------------------------------------------------------------------------------
@@ -83,39 +80,7 @@ def word_blocks(key: bytes, step: int, num: int) -> Iterator[tuple[int, np.ndarr
         yield first, words.astype(np.uint64, copy=False)
 
 
-# --- normals in chunks -----------------------------------------------------------------------------------------------
-
-
-def _fill_in_chunks(num: int, make_filler: Callable[[], Filler]) -> np.ndarray:
-    """Fill a float32 vector of ``num`` elements, chunk by chunk, on all cores.
-
-    ``make_filler`` is called once per thread, for a filler owns scratch memory. The number of threads changes only the
-    speed: a filler knows its chunk number alone.
-    """
-    out = np.empty(num, dtype=np.float32)
-    num_chunks = -(-num // CHUNK)
-
-    def worker() -> Callable[[int], None]:
-        fill = make_filler()
-        return lambda chunk: fill(out[chunk * CHUNK : (chunk + 1) * CHUNK], chunk)
-
-    num_threads = min(usable_cores(), num_chunks // 4)  # a thread with less to do costs more than it saves
-    run_in_pieces(range(num_chunks), worker, num_threads)
-    return out
-
-
-class _PhiloxFiller:
-    """One thread's generator for one (step, tensor): numpy's Philox through its float64 ziggurat."""
-
-    def __init__(self, key: int, step: int, tensor: int):
-        self._key, self._prefix = key, (step << 64 | tensor) << 64
-        self._normals = np.empty(CHUNK)
-
-    def __call__(self, out: np.ndarray, chunk: int) -> None:
-        # The lowest of the four counter words runs inside the chunk. float64 keeps the tail up to 13.7 and 53 bits.
-        bits = np.random.Philox(key=self._key, counter=(self._prefix | chunk) << 64)
-        np.random.Generator(bits).standard_normal(out=self._normals[: len(out)])
-        out[:] = self._normals[: len(out)]
+# --- sources ---------------------------------------------------------------------------------------------------------
 
 
 def _half_sum_of_four(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
@@ -129,9 +94,6 @@ def _half_sum_of_four(shape: Sequence[int], generator: torch.Generator) -> torch
     for _ in range(3):
         total.add_(normal.normal_(generator=generator))
     return total.mul_(0.5)
-
-
-# --- sources ---------------------------------------------------------------------------------------------------------
 
 
 class FastGaussian(NoiseSource):
@@ -166,9 +128,25 @@ class FastGaussian(NoiseSource):
             seed = derive_key(self._key, "cuda", "step", str(step), "tensor", str(tensor))
             generator = torch.Generator(device).manual_seed(int.from_bytes(seed[:8], "little") >> 1)
             return _half_sum_of_four(shape, generator)
-        key = int.from_bytes(derive_key(self._key, "cpu")[:16], "little")
-        flat = _fill_in_chunks(math.prod(shape), functools.partial(_PhiloxFiller, key, step, tensor))
+        flat = np.empty(math.prod(shape), dtype=np.float32)
+        num_chunks = -(-len(flat) // CHUNK)
+        num_threads = min(usable_cores(), num_chunks // 4)  # a thread with less to do costs more than it saves
+        run_in_pieces(range(num_chunks), lambda: self._filler(flat, step, tensor), num_threads)
         return torch.from_numpy(flat).view(torch.Size(shape)).to(device)
+
+    def _filler(self, flat: np.ndarray, step: int, tensor: int) -> Callable[[int], None]:
+        """One thread's generator, numpy's Philox through its float64 ziggurat: fills the chunk of a number."""
+        key, prefix = int.from_bytes(derive_key(self._key, "cpu")[:16], "little"), (step << 64 | tensor) << 64
+        normals = np.empty(CHUNK)
+
+        def fill(chunk: int) -> None:
+            out = flat[chunk * CHUNK : (chunk + 1) * CHUNK]
+            # the lowest of the four counter words runs inside the chunk; float64 keeps the tail up to 13.7 and 53 bits
+            bits = np.random.Philox(key=key, counter=(prefix | chunk) << 64)
+            np.random.Generator(bits).standard_normal(out=normals[: len(out)])
+            out[:] = normals[: len(out)]
+
+        return fill
 
 
 NOISE_SOURCES: dict[str, type[ChaCha20Gaussian] | type[FastGaussian]] = {
