@@ -14,9 +14,13 @@ import importlib
 import importlib.util
 import os
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 SWITCH = "HF_DPOPT_KERNELS"
 FILES = ("cross_entropy", "layer_norm", "outer")
@@ -54,3 +58,14 @@ def takes(*tensors: torch.Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float
         and all(x.device == first.device and x.dtype in dtypes and x.numel() > 0 for x in tensors)
         and _work_on(first.device)
     )
+
+
+def on_device_of_first(launch: Callable[P, R]) -> Callable[P, R]:
+    """Make Triton launch on the device of the first tensor, not on the current one."""
+
+    @functools.wraps(launch)
+    def launched(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.cuda.device_of(args[0]):
+            return launch(*args, **kwargs)
+
+    return launched

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_dpopt.clipping.kernels.launch import on_device_of_first
+from hf_dpopt.clipping.kernels import on_device_of_first
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_dpopt.clipping.kernels.launch import on_device_of_first
+from hf_dpopt.clipping.kernels import on_device_of_first
 
 TOKENS = 64  # of a tile of a Gram matrix
 BLOCK_P = BLOCK_Q = 128
