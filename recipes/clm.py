@@ -10,10 +10,9 @@ The flags are those of Hugging Face's `run_clm.py` and of `DPTrainingArguments`,
         --train_file reviews.jsonl.gz --validation_file held_out.jsonl.gz --text_column text
 
 The columns decide what a record is and which of its tokens are learned: `clm_data.py`. Records are padded, never
-packed, so one record is one row of the data (with `--chunk_documents`: one piece of a document, and the report says
-so). A wrong setting or file ends the run with one line and exit status 2, before anything is written;
-HF_DPOPT_DEBUG=1 shows the traceback. Next to this file: `clm_data.py` (records) and `generation.py`; what `glue.py`
-needs as well: `options.py`, `sources.py`, `tables.py`, `models.py`, `running.py`.
+packed, so one record is one row of the data. A wrong setting or file ends the run with one line and exit status 2,
+before anything is written; HF_DPOPT_DEBUG=1 shows the traceback. Next to this file: `clm_data.py` (records) and
+`generation.py`; what `glue.py` needs as well: `options.py`, `sources.py`, `tables.py`, `models.py`, `running.py`.
 
 B = records, T = tokens, V = vocabulary.
 """
@@ -132,11 +131,6 @@ class DataTrainingArguments(PairArguments):
     text_column: str | None = options.flag(
         None, "Column of plain text; the loss is on all of it. One document is one record."
     )
-    chunk_documents: bool = options.flag(
-        False,
-        "Plain text: cut each document into chunks of block_size tokens, each a record of its own. The "
-        "guarantee is then about one chunk, not about a document. Default: a document is cut off at block_size.",
-    )
 
 
 def main(argv: list[str]) -> None:
@@ -169,7 +163,6 @@ def finetune(
     trainers: tuple[type, type],
     task: str,
     tag: str,
-    shifted: bool = True,
 ) -> list[tuple[str, str]]:
     """Train, evaluate and generate as the flags say; the same for models with an encoder.
 
@@ -180,7 +173,6 @@ def finetune(
         trainers: the private one, and the stock one for --non_private.
         task: name of a `peft.TaskType`.
         tag: task of the model card.
-        shifted: see `loss_of_records`.
 
     Returns:
         The last lines of the run.
@@ -204,7 +196,7 @@ def finetune(
         train_dataset=splits["train"].dataset if training_args.do_train else None,
         eval_dataset=splits["validation"].dataset if training_args.do_eval else None,
         compute_metrics=perplexity_metrics,
-        preprocess_logits_for_metrics=functools.partial(loss_of_records, shifted=shifted),
+        preprocess_logits_for_metrics=functools.partial(loss_of_records, shift=kind.shift),
         processing_class=tokenizer,
         data_collator=collate,
         **({"public_dataset": splits[SPLIT].dataset} if SPLIT in splits and stages_on_public(training_args) else {}),
@@ -324,8 +316,6 @@ def load_model(model_args: ModelArguments) -> tuple[PreTrainedTokenizerBase, Pre
 
 def declare_unit(kind: Kind, block_size: int, training_args: DPTrainingArguments) -> None:
     """For the privacy report: what one record is, and what was fitted on training records before training."""
-    if getattr(kind, "chunked", False) and training_args.privacy_unit == "example":
-        training_args.privacy_unit = "block"  # a piece of a document, and so the statement says
     name = "block" if training_args.privacy_unit == "block" else "example"
     unit = f"One record ({name}) is {kind.unit(block_size)}"
     if training_args.privacy_unit == "user":
@@ -368,17 +358,17 @@ def users_in(data_args: Any, training_args: DPTrainingArguments) -> str | None:
 # --- evaluation ------------------------------------------------------------------------------------------------------
 
 
-def loss_of_records(logits: Any, labels_BT: torch.Tensor, *, shifted: bool = True) -> torch.Tensor:
+def loss_of_records(logits: Any, labels_BT: torch.Tensor, *, shift: int = 1) -> torch.Tensor:
     """Cross entropy summed over each record's target tokens, and how many those are; (B, 2).
 
     For `Trainer(preprocess_logits_for_metrics=...)`: what is kept of a batch is two numbers per record, no logits.
 
     Args:
-        shifted: a causal model predicts the label after the one it stands at; a decoder with an encoder that one.
+        shift: 1 for a causal model, which predicts the label after the one it stands at; 0 for a decoder with an
+            encoder, which predicts that one.
     """
     logits_BTV = logits[0] if isinstance(logits, tuple) else logits
-    if shifted:
-        logits_BTV, labels_BT = logits_BTV[:, :-1], labels_BT[:, 1:]
+    logits_BTV, labels_BT = logits_BTV[:, : logits_BTV.size(1) - shift], labels_BT[:, shift:]
     losses_BT = F.cross_entropy(
         logits_BTV.float().flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED, reduction="none"
     ).view(labels_BT.shape)

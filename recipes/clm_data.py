@@ -6,13 +6,12 @@ into `Record`s, one row at a time: what a record holds never depends on other ro
 
 from __future__ import annotations
 
-import itertools
 import logging
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -33,26 +32,18 @@ KINDS = (
 IN_BRACES = re.compile(r"\{([^{}]+)\}")
 
 
-@dataclass(frozen=True)
-class Record:
-    """Tokens of one record.
+class Record(NamedTuple):
+    """Tokens of one row of a table.
 
     Args:
         input_ids: at most `block_size`.
         labels: the same ids where a token is learned, -100 elsewhere.
         is_cut: whether the row had more tokens.
-        starts_row: whether this is the first record of its row.
     """
 
     input_ids: list[int]
     labels: list[int]
     is_cut: bool
-    starts_row: bool = True
-
-    @property
-    def has_target(self) -> bool:
-        """Whether any token is predicted and learned; the first one has nothing before it to be predicted from."""
-        return any(label != IGNORED for label in self.labels[1:])
 
 
 def _record(input_ids: list[int], labels: list[int], block_size: int) -> Record:
@@ -75,9 +66,17 @@ class Pairs:
         separator: between the two.
     """
 
+    shift: ClassVar[int] = 1  # a causal model predicts the label after the one it stands at
     template: str
     target: str
     separator: str
+
+    def __post_init__(self) -> None:
+        if not _columns_of(self.template):
+            raise DPConfigError(
+                f"prompt_template={self.template!r} names no column, so all prompts would be the same. Write columns "
+                "in braces: '{mr}'."
+            )
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -85,10 +84,6 @@ class Pairs:
 
     def unit(self, block_size: int) -> str:
         return f"one row: a prompt with its target, at most {block_size} tokens"
-
-    def check_row(self, table: Table, row: int) -> None:
-        for column in self.columns:
-            _check_text(table, row, column)
 
     def prompts(self, rows: Mapping[str, Sequence[Any]]) -> list[str]:
         """The prompts of some rows, without the separator."""
@@ -115,29 +110,17 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Documents:
-    """Plain text and an end token, all of which is learned.
+    """Plain text and an end token, all of which is learned; `text` is the column."""
 
-    Args:
-        text: column.
-        chunked: whether each piece of `block_size` tokens is a record of its own; else the rest is cut off.
-    """
-
+    shift: ClassVar[int] = 1
     text: str
-    chunked: bool
 
     @property
     def columns(self) -> tuple[str, ...]:
         return (self.text,)
 
     def unit(self, block_size: int) -> str:
-        if self.chunked:
-            return (
-                f"one chunk of at most {block_size} tokens; a document of several chunks is not protected as a whole"
-            )
         return f"one document, at most its first {block_size} tokens"
-
-    def check_row(self, table: Table, row: int) -> None:
-        _check_text(table, row, self.text)
 
     def records(
         self, rows: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, block_size: int
@@ -145,12 +128,7 @@ class Documents:
         start = start_tokens(tokenizer)
         for ids in tokens_of(list(rows[self.text]), tokenizer):
             ids = [*start, *ids, tokenizer.eos_token_id]
-            if self.chunked:
-                starts = range(0, len(ids), block_size)
-                chunks = ((i, ids[i : i + block_size]) for i in starts)
-                yield from (Record(chunk, list(chunk), False, starts_row=i == 0) for i, chunk in chunks)
-            else:
-                yield _record(ids, list(ids), block_size)
+            yield _record(ids, list(ids), block_size)
 
 
 Kind = Pairs | Documents
@@ -158,15 +136,6 @@ Kind = Pairs | Documents
 
 def _columns_of(template: str) -> list[str]:
     return list(dict.fromkeys(IN_BRACES.findall(template)))
-
-
-def _check_text(table: Table, row: int, column: str) -> None:
-    value = table.columns[column][row]
-    if not isinstance(value, str):
-        raise DPConfigError(
-            f"{table.where(row)}: column {column!r} holds {type(value).__name__}, not text. Correct the row, or name "
-            "another."
-        )
 
 
 def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -195,101 +164,62 @@ def find_kind(tables: Mapping[str, Table], args: Any, user_id_column: str | None
         DPConfigError: if columns are missing, if no kind or several fit, or if a row does not.
     """
     first = next(iter(tables.values()))
-    kind = _named_kind(first, args) or _recognised_kind(first, args)
-    if args.chunk_documents and not isinstance(kind, Documents):
+    names_pair = bool(args.prompt_column or args.target_column or args.prompt_template)
+    if names_pair and args.text_column:
         raise DPConfigError(
-            "chunk_documents is for plain text, but these are prompts and targets. Remove it, or name a column of "
-            "plain text with --text_column."
+            f"--prompt_column or --target_column, and --text_column are given. Keep one kind: {KINDS}."
         )
+    kinds: list[Kind] = [Documents(args.text_column)] if args.text_column else []
+    if not args.text_column:
+        kinds += [Pairs(*pair, args.separator) for pair in find_pairs(first, args)]
+        kinds += [Documents(TEXT)] if TEXT in first.columns and not names_pair else []
+    if len(kinds) != 1:
+        what = "no kind of data is" if not kinds else "several kinds of data are"
+        raise DPConfigError(
+            f"{first.name}: {what} recognised among the columns {columns_in(first)}. Name what to use: {KINDS}. A "
+            "file without a line of column names needs one."
+        )
+    (kind,) = kinds
     if args.generate and not isinstance(kind, Pairs):
         raise DPConfigError("generate needs prompts and targets. Name them with --prompt_column and --target_column.")
     check_rows(kind, tables, user_id_column)
     return kind
 
 
+def find_pairs(table: Table, args: Any) -> list[tuple[str, str]]:
+    """Templates of prompts and columns of targets: the pair that the flags name, else all that are recognised."""
+    pairs = [pair for pair in PAIR_COLUMNS if set(pair) <= set(table.columns)]
+    if args.prompt_column or args.target_column or args.prompt_template:
+        own_prompt, own_target = pairs[0] if pairs else (None, None)
+        prompt, target = args.prompt_column or own_prompt, args.target_column or own_target
+        if target is None or (prompt is None and args.prompt_template is None):
+            raise DPConfigError(
+                f"{table.name}: a prompt needs a target and a target a prompt, and only one of them is named. Add "
+                f"{'--target_column' if target is None else '--prompt_column'} <one of: {columns_in(table)}>."
+            )
+        return [(args.prompt_template or _template(table, prompt), target)]
+    return [(_template(table, prompt), target) for prompt, target in pairs]
+
+
+def _template(table: Table, prompt: str) -> str:
+    with_input = prompt == "instruction" and ALPACA_INPUT in table.columns
+    return f"{{{prompt}}}" + (f"\n{{{ALPACA_INPUT}}}" if with_input else "")
+
+
 def check_rows(kind: Kind, tables: Mapping[str, Table], user_id_column: str | None = None) -> None:
-    """Whether every table has the columns, and every row what a record needs."""
+    """Refuse tables that lack a column, and rows that have something else than text there."""
     for split, table in tables.items():
         wanted = dict.fromkeys(kind.columns, "")
         if split == "train" and user_id_column is not None:
             wanted[user_id_column] = "user_id_column"
         check_columns(table, wanted, f"Needed is {KINDS}.")
-        for row in range(len(table)):
-            kind.check_row(table, row)
-
-
-def _named_kind(table: Table, args: Any) -> Kind | None:
-    """The kind that the flags name."""
-    named = {
-        "--prompt_column and --target_column": bool(args.prompt_column or args.target_column or args.prompt_template),
-        "--text_column": bool(args.text_column),
-    }
-    if sum(named.values()) > 1:
-        raise DPConfigError(
-            f"{' and '.join(name for name, is_named in named.items() if is_named)} are given. Keep one kind: {KINDS}."
-        )
-    if args.text_column:
-        return Documents(args.text_column, args.chunk_documents)
-    pair = named_pair(table, args)
-    return None if pair is None else Pairs(*pair, args.separator)
-
-
-class NamesPairs(Protocol):
-    """The flags that name a prompt and a target."""
-
-    prompt_column: str | None
-    target_column: str | None
-    prompt_template: str | None
-
-
-def named_pair(table: Table, args: NamesPairs) -> tuple[str, str] | None:
-    """Template of the prompt and column of the target, if flags name any of them."""
-    if not (args.prompt_column or args.target_column or args.prompt_template):
-        return None
-    found = next((pair for pair in PAIR_COLUMNS if set(pair) <= set(table.columns)), (None, None))
-    prompt, target = args.prompt_column or found[0], args.target_column or found[1]
-    if target is None or (prompt is None and args.prompt_template is None):
-        raise DPConfigError(
-            f"{table.name}: a prompt needs a target and a target a prompt, and only one of them is named. Add "
-            f"{'--target_column' if target is None else '--prompt_column'} <one of: "
-            f"{columns_in(table)}>."
-        )
-    return _template(table, args, prompt), target
-
-
-def recognised_pairs(table: Table, args: NamesPairs) -> list[tuple[str, str]]:
-    """The same for every pair of columns whose names say what they are."""
-    there = [pair for pair in PAIR_COLUMNS if set(pair) <= set(table.columns)]
-    return [(_template(table, args, prompt), target) for prompt, target in there]
-
-
-def _recognised_kind(table: Table, args: Any) -> Kind:
-    """The one kind whose columns are there."""
-    kinds: list[Kind] = [Pairs(*pair, args.separator) for pair in recognised_pairs(table, args)]
-    if TEXT in table.columns:
-        kinds.append(Documents(TEXT, args.chunk_documents))
-    if len(kinds) != 1:
-        what = "no kind of data is" if not kinds else "several kinds of data are"
-        raise DPConfigError(
-            f"{table.name}: {what} recognised among the columns {columns_in(table)}. Name what to use: {KINDS}. A "
-            "file without a line of column names needs one."
-        )
-    return kinds[0]
-
-
-def _template(table: Table, args: NamesPairs, prompt: str | None) -> str:
-    template = args.prompt_template
-    if template is None:
-        assert prompt is not None
-        template = f"{{{prompt}}}"
-        if prompt == "instruction" and ALPACA_INPUT in table.columns:
-            template += f"\n{{{ALPACA_INPUT}}}"
-    if not _columns_of(template):
-        raise DPConfigError(
-            f"prompt_template={template!r} names no column, so all prompts would be the same. Write columns in "
-            "braces: '{mr}'."
-        )
-    return template
+        for column in kind.columns:
+            for row, value in enumerate(table.columns[column]):
+                if not isinstance(value, str):
+                    raise DPConfigError(
+                        f"{table.where(row)}: column {column!r} holds {type(value).__name__}, not text. Correct the "
+                        "row, or name another."
+                    )
 
 
 # --- tokenizing ------------------------------------------------------------------------------------------------------
@@ -341,15 +271,14 @@ def tokenize(
             "The tokenizer has no end token (eos_token), so a text would have no end. Use the tokenizer of a causal "
             "language model, e.g. with --tokenizer_name."
         )
-    num_rows = len(table) if limit is None else min(limit, len(table))  # a row gives one record or more
-    rows = {column: table.columns[column][:num_rows] for column in kind.columns}
-    records = list(kind.records(rows, tokenizer, block_size))[:limit]
-    columns = {"input_ids": [r.input_ids for r in records], "labels": [r.labels for r in records]}
+    rows = {column: table.columns[column][:limit] for column in kind.columns}
+    records = list(kind.records(rows, tokenizer, block_size))
+    columns: dict[str, Any] = {"input_ids": [r.input_ids for r in records], "labels": [r.labels for r in records]}
     if user_id_column is not None:
-        row_of = itertools.accumulate((r.starts_row for r in records), initial=-1)
-        columns[user_id_column] = [table.columns[user_id_column][row] for row in list(row_of)[1:]]
-    dataset = Dataset.from_dict(columns)
-    return Split(dataset, sum(r.is_cut for r in records), sum(not r.has_target for r in records))
+        columns[user_id_column] = table.columns[user_id_column][:limit]
+    # the first token has nothing before it to be predicted from
+    num_without_target = sum(set(r.labels[kind.shift :]) <= {IGNORED} for r in records)
+    return Split(Dataset.from_dict(columns), sum(r.is_cut for r in records), num_without_target)
 
 
 def report(name: str, split: Split, block_size: int, *, counts: bool) -> None:

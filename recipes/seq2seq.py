@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 if __name__ == "__main__":  # run as a script: the repository root is not on the path then
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -38,13 +38,11 @@ from hf_dpopt import DPConfigError, DPSeq2SeqTrainer, DPSeq2SeqTrainingArguments
 from recipes import clm, models, options, processes, running, sources
 from recipes.clm import ModelArguments
 from recipes.clm_data import (
-    IGNORED,
     Pairs,
     Record,
     check_rows,
     choose_block_size,
-    named_pair,
-    recognised_pairs,
+    find_pairs,
 )
 from recipes.tables import TEXT_EXTENSIONS, Table, columns_in
 
@@ -69,10 +67,10 @@ def main(argv: list[str]) -> None:
     tokenizer, model = load_model(model_args)
     for name in ("max_source_length", "max_target_length"):
         setattr(data_args, name, choose_block_size(getattr(data_args, name), tokenizer, model, name))
-    kind = find_pairs(tables, data_args, clm.users_in(data_args, training_args))
+    kind = find_kind(tables, data_args, clm.users_in(data_args, training_args))
     lines = clm.finetune(
         model, tokenizer, tables, kind, data_args.max_target_length, arguments,
-        trainers=(DPSeq2SeqTrainer, Seq2SeqTrainer), task="SEQ_2_SEQ_LM", tag="text2text-generation", shifted=False,
+        trainers=(DPSeq2SeqTrainer, Seq2SeqTrainer), task="SEQ_2_SEQ_LM", tag="text2text-generation",
     )  # fmt: skip
     if training_args.process_index == 0:
         print(running.result_text(lines + running.closing_lines(training_args, start)))
@@ -127,15 +125,6 @@ def load_model(model_args: ModelArguments) -> tuple[PreTrainedTokenizerBase, Pre
 
 
 @dataclass(frozen=True)
-class SourceRecord(Record):
-    """Tokens of a source, `input_ids`, and of its target, `labels`."""
-
-    @property
-    def has_target(self) -> bool:
-        return any(label != IGNORED for label in self.labels)
-
-
-@dataclass(frozen=True)
 class SourceTarget(Pairs):
     """The encoder reads the source and an end token; the loss is on the target and its end token.
 
@@ -143,6 +132,7 @@ class SourceTarget(Pairs):
         max_source_length: tokens, the end included; of a longer source the beginning is kept.
     """
 
+    shift: ClassVar[int] = 0
     max_source_length: int
 
     def unit(self, block_size: int) -> str:
@@ -162,7 +152,7 @@ class SourceTarget(Pairs):
         targets = _with_end(tokenizer(text_target=list(rows[self.target]), verbose=False)["input_ids"], tokenizer)
         for source, target in zip(sources, targets, strict=True):
             is_cut = len(source) > self.max_source_length or len(target) > block_size
-            yield SourceRecord(_cut(source, self.max_source_length), target[:block_size], is_cut)
+            yield Record(_cut(source, self.max_source_length), target[:block_size], is_cut)
 
 
 def _with_end(rows: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -176,7 +166,7 @@ def _cut(row: list[int], most: int) -> list[int]:
     return row if len(row) <= most else [*row[: most - 1], row[-1]]
 
 
-def find_pairs(
+def find_kind(
     tables: Mapping[str, Table], args: DataTrainingArguments, user_id_column: str | None = None
 ) -> SourceTarget:
     """Sources and targets: the named columns, else those whose names say it.
@@ -188,15 +178,13 @@ def find_pairs(
         DPConfigError: if columns are missing, if none or several fit, or if a row does not.
     """
     first = next(iter(tables.values()))
-    named = named_pair(first, args)
-    pairs = recognised_pairs(first, args) if named is None else [named]
+    pairs = find_pairs(first, args)
     if len(pairs) != 1:
         raise DPConfigError(
             f"{first.name}: {'no' if not pairs else 'more than one'} source and target recognised among the columns "
             f"{columns_in(first)}. Name them with --prompt_column and --target_column."
         )
-    (template, target), *_ = pairs
-    kind = SourceTarget(template, target, separator="", max_source_length=args.max_source_length)
+    kind = SourceTarget(*pairs[0], separator="", max_source_length=args.max_source_length)
     check_rows(kind, tables, user_id_column)
     return kind
 

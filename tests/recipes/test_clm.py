@@ -67,7 +67,6 @@ REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     "extension": ({"train_file": "train.docx"}, "neither of .csv, .tsv, .json, .jsonl, .txt, .parquet .* Convert"),
     "missing column": ({"prompt_column": "nope"}, "has no column 'nope'. It has: 'mr', 'ref'. Needed is a prompt"),
     "other validation": ({"validation_file": "dev.txt"}, "dev.txt has no column 'mr' or 'ref'. It has: 'text'"),
-    "chunks of pairs": ({"chunk_documents": "true"}, "these are prompts and targets. Remove it"),
 }  # fmt: skip
 
 
@@ -152,16 +151,6 @@ def test_adapters_alone_are_saved(gpt2_dir: str, files: Path) -> None:
     out = files / "out"
     assert (out / "adapter_model.safetensors").exists() and not (out / "model.safetensors").exists()
     assert results_of(files)["eval_samples"] == 12
-
-
-def test_chunks_are_records_and_the_statement_says_so(gpt2_dir: str, files: Path) -> None:
-    assert clm.run(arguments(gpt2_dir, "txt", chunk_documents="true", block_size="8")) == 0
-    tokenizer = AutoTokenizer.from_pretrained(gpt2_dir)
-    num_chunks = sum(-(-(len(tokenizer(text)["input_ids"]) + 1) // 8) for text in DOCUMENTS)
-    assert num_chunks > len(DOCUMENTS) and results_of(files)["train_samples"] == num_chunks
-    report = json.loads((files / "out" / "privacy" / "report.json").read_text())
-    assert report["plan"]["num_examples"] == num_chunks and report["plan"]["privacy_unit"] == "block"
-    assert "is one chunk of at most 8 tokens; a document of several chunks" in report["data_dependent_preprocessing"]
 
 
 def test_a_preconditioner_learns_from_the_public_file(gpt2_dir: str, files: Path) -> None:

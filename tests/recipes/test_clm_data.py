@@ -23,7 +23,7 @@ from recipes.clm_data import (
 )
 from recipes.embedded.build import make_gpt2_tokenizer
 from recipes.seq2seq import DataTrainingArguments as Seq2SeqArguments
-from recipes.seq2seq import find_pairs
+from recipes.seq2seq import find_kind as find_source_and_target
 from recipes.tables import TEXT_EXTENSIONS, Table, read_table
 
 
@@ -50,7 +50,7 @@ def test_loss_is_on_the_target_and_the_end_token_only(tokenizer: GPT2Tokenizer) 
     target = [*tokenizer("At the mill.")["input_ids"], tokenizer.eos_token_id]
     assert record.input_ids == prompt + target
     assert record.labels == [IGNORED] * len(prompt) + target
-    assert not record.is_cut and record.has_target
+    assert not record.is_cut
     assert kind.prompt_ids(["name[The Mill]"], tokenizer) == [prompt]  # what is generated from
 
 
@@ -61,10 +61,13 @@ def test_a_record_is_cut_at_the_end_and_may_lose_its_target(tokenizer: GPT2Token
     num_prompt = whole.labels.count(IGNORED)
     (cut,) = records(kind, columns, tokenizer, num_prompt + 1)
     assert (cut.input_ids, cut.labels) == (whole.input_ids[: num_prompt + 1], whole.labels[: num_prompt + 1])
-    assert cut.is_cut and cut.has_target and cut.labels[-1] != IGNORED
+    assert cut.is_cut and cut.labels[-1] != IGNORED
     (lost,) = records(kind, columns, tokenizer, num_prompt)
-    assert lost.is_cut and not lost.has_target and set(lost.labels) == {IGNORED}
-    assert not Record([5], [5], False).has_target  # nothing stands before the first token
+    assert lost.is_cut and set(lost.labels) == {IGNORED}
+    for size, num_lost in ((num_prompt + 1, 0), (num_prompt, 1)):
+        assert tokenize(table(**columns), kind, tokenizer, block_size=size).num_without_target == num_lost
+    single = tokenize(table(text=[""]), Documents("text"), tokenizer, block_size=9)
+    assert single.num_without_target == 1  # nothing stands before the first token
 
 
 def test_prompts_from_several_columns(tokenizer: GPT2Tokenizer) -> None:
@@ -81,10 +84,10 @@ def test_prompts_from_several_columns(tokenizer: GPT2Tokenizer) -> None:
 def test_all_of_a_document_is_learned_and_it_ends(tokenizer: GPT2Tokenizer) -> None:
     texts = ["At the mill there is food.", "At the mill"]
     ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
-    whole = records(Documents("text", False), {"text": texts}, tokenizer, 1000)
+    whole = records(Documents("text"), {"text": texts}, tokenizer, 1000)
     assert [r.input_ids for r in whole] == ids == [r.labels for r in whole]
     size = len(ids[0]) - 2
-    cut = records(Documents("text", False), {"text": texts}, tokenizer, size)
+    cut = records(Documents("text"), {"text": texts}, tokenizer, size)
     assert [r.input_ids for r in cut] == [ids[0][:size], ids[1]] and [r.is_cut for r in cut] == [True, False]
 
 
@@ -107,29 +110,11 @@ def test_a_start_token_comes_once_per_record(tokenizer: GPT2Tokenizer) -> None:
     starting: Any = WithStart(tokenizer)
     (pair,) = records(Pairs("{mr}", "ref", "\n"), {"mr": ["the mill"], "ref": ["food"]}, starting, 60)
     assert pair.input_ids[0] == 7 and pair.input_ids.count(7) == 1 and pair.labels[0] == IGNORED
-    (document,) = records(Documents("text", False), {"text": ["the mill"]}, starting, 60)
+    (document,) = records(Documents("text"), {"text": ["the mill"]}, starting, 60)
     assert document.input_ids[0] == 7 and document.input_ids.count(7) == 1
 
 
 # --- what one record is ----------------------------------------------------------------------------------------------
-
-
-def test_chunks_cover_each_document_and_never_two(tokenizer: GPT2Tokenizer) -> None:
-    texts = ["At the mill there is food. " * 3, "", "the mill"]
-    ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
-    size = 5
-    split = tokenize(table(text=texts), Documents("text", True), tokenizer, block_size=size)
-    chunks = split.dataset["input_ids"]
-    per_document = [-(-len(row) // size) for row in ids]
-    assert per_document[0] > 2 and per_document[1] == 1
-    assert len(chunks) == sum(per_document) and split.num_cut == 0
-    rest = iter(chunks)
-    for row, number in zip(ids, per_document, strict=True):
-        mine = [next(rest) for _ in range(number)]
-        assert sum(mine, []) == row and all(len(chunk) == size for chunk in mine[:-1])
-    assert split.num_without_target == sum(len(chunk) == 1 for chunk in chunks) >= 1  # the empty document's, at least
-    limited = tokenize(table(text=texts), Documents("text", True), tokenizer, block_size=size, limit=2)
-    assert limited.dataset["input_ids"] == chunks[:2]
 
 
 @pytest.mark.parametrize(
@@ -181,8 +166,8 @@ def test_kinds_by_their_columns() -> None:
 
     assert found({"separator": "\n"}, mr=["a"], ref=["b"]) == Pairs("{mr}", "ref", "\n")
     assert found({"separator": "\n"}, prompt=["a"], completion=["b"], id=[1]) == Pairs("{prompt}", "completion", "\n")
-    assert found({}, text=["a"], label=["b"]) == Documents("text", False)
-    assert found({"text_column": "prompt"}, prompt=["a"], completion=["b"]) == Documents("prompt", False)
+    assert found({}, text=["a"], label=["b"]) == Documents("text")
+    assert found({"text_column": "prompt"}, prompt=["a"], completion=["b"]) == Documents("prompt")
     assert found({"prompt_column": "q", "target_column": "a", "separator": "|"}, q=["x"], a=["y"]) == Pairs(
         "{q}", "a", "|"
     )
@@ -203,11 +188,6 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, list[Any]], str]] = {
     "number": ({}, {"mr": ["x", 3], "ref": ["y", "z"]}, "some.jsonl, row 2: column 'mr' holds int, not text. Correct"),
     "no text": ({}, {"text": ["x", None]}, "row 2: column 'text' holds NoneType, not text. Correct the row"),
     "conversations": ({}, {"messages": [[]]}, "no kind of data .* recipes/sft.py takes conversations"),
-    "chunked pairs": (
-        {"chunk_documents": True},
-        {"mr": ["x"], "ref": ["y"]},
-        "these are prompts and targets. Remove it",
-    ),
     "generate from text": ({"generate": True}, {"text": ["x"]}, "Name them with --prompt_column and --target_column"),
 }
 
@@ -227,7 +207,7 @@ def test_the_column_of_users_is_named_with_the_other_missing_ones() -> None:
     with pytest.raises(DPConfigError, match=missing):
         find_kind(tables, args, "who")
     with pytest.raises(DPConfigError, match=missing):
-        find_pairs(tables, Seq2SeqArguments(prompt_column="prompt", target_column="target"), "who")
+        find_source_and_target(tables, Seq2SeqArguments(prompt_column="prompt", target_column="target"), "who")
     tables["train"] = table(prompt=["x"], target=["y"], who=["a"])
     assert find_kind(tables, args, "who").columns == ("prompt", "target")
 

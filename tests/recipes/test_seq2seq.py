@@ -83,6 +83,14 @@ def test_a_run_trains_evaluates_and_generates(t5_dir: str, files: Path, capsys: 
     assert not {"train_runtime", "train_samples_per_second", "train_loss", "total_flos"} & results.keys()
 
 
+def test_public_sources_and_targets_are_mixed_in(t5_dir: str, files: Path) -> None:
+    (files / "public.jsonl").write_text('{"mr": "name[X]", "ref": "X is here"}\n' * 8)
+    flags = {"public_file": "public.jsonl", "public_epochs": "0", "public_batch_size": "8", "optim": "sgd"}
+    assert seq2seq.run(arguments(t5_dir, do_train="true", public_mirror_descent="cosine", **flags)) == 0
+    report = json.loads((files / "out" / "privacy" / "report.json").read_text())
+    assert "mirror" in json.dumps(report).lower()
+
+
 def test_texts_that_leave_no_room_are_refused_before_training(
     bart_dir: str, files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
