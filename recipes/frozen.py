@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from hf_dpopt import DPTrainingArguments
 from hf_dpopt.convex.features import compute_features
 from hf_dpopt.run.keys import private_folder
+from recipes.classifiers import is_pooled
 
 
 class FeatureRows(Dataset):
@@ -41,10 +42,12 @@ class FeatureRows(Dataset):
 
 
 def can_train_on_features(model: PreTrainedModel, unit: str) -> bool:
-    """Whether features of a frozen model stand for its inputs: records as units, and float32.
+    """Whether features of a frozen model stand for its inputs: pooled states, labels, records as units, and float32.
 
     In bfloat16 rounding depends on the other records of a batch; such a model is trained over its inputs.
     """
+    if not is_pooled(model.config) or model.config.num_labels == 1:
+        return False
     return unit != "user" and {p.dtype for p in model.parameters() if p.is_floating_point()} == {torch.float32}
 
 

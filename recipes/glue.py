@@ -1,8 +1,9 @@
 #!/usr/bin/env python
 """Finetune a model for sequence classification with differential privacy: GLUE, or your own csv, tsv, json files.
 
-The flags are those of Hugging Face's `run_glue.py` and of `DPTrainingArguments`, plus LoRA. The body is that script's,
-too, with two names changed: `DPTrainer` and `DPTrainingArguments`.
+The flags are those of Hugging Face's `run_glue.py` (but for padding, which is to the longest of a batch) and of
+`DPTrainingArguments`, plus LoRA. The body is that script's, too, with two names changed: `DPTrainer` and
+`DPTrainingArguments`.
 
     accelerate launch recipes/glue.py                     # no arguments: the embedded job, offline, a few minutes
     accelerate launch recipes/glue.py --model_name_or_path roberta-base --task_name sst2 --target_epsilon 8 \
@@ -50,11 +51,11 @@ from transformers import (
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
 from hf_dpopt.huggingface.evaluation import planned_evaluations
 from recipes import options, processes, running, sources
+from recipes.classifiers import WAYS
 from recipes.frozen import can_train_on_features, feature_splits
 from recipes.glue_data import GLUE_LABELS, ClassificationData, build, read_label_list
 from recipes.glue_model import is_own, load_model, save_merged
 from recipes.models import choose_trained
-from recipes.pooled_model import WAYS, is_pooled
 from recipes.prompts import fill, make_prompt
 from recipes.public_first import SPLIT, learn_public, stages_on_public
 from recipes.warm_start import fill_start, start_head
@@ -103,8 +104,8 @@ class ModelArguments(options.ModelArguments):
     pooling: list[str] | None = options.flag(
         None,
         "Read the mean, the first (cls) or the last token of a layer, or several of them, with a linear "
-        "head in place of the one that comes with the model; 'model' keeps that one. Default: model.",
-        choices=[*WAYS, "model"],
+        "head in place of the one that comes with the model. Default: that one.",
+        choices=WAYS,
     )
     pooling_layers: list[int] | None = options.flag(
         None, "Layers that --pooling reads side by side, such as 4 5 6; default: -1, the last."
@@ -131,9 +132,6 @@ class DataTrainingArguments(options.DataArguments):
     task_name: str | None = options.flag(None, f"GLUE task: {', '.join(sorted(GLUE_LABELS))}.")
     max_seq_length: int = options.flag(128, "Longer inputs are cut to so many tokens.")
     overwrite_cache: bool = options.flag(False, "Tokenize again instead of using the cache.")
-    pad_to_max_length: bool = options.flag(
-        False, "Pad everything to max_seq_length (as run_glue.py does) instead of to the batch."
-    )
     max_predict_samples: int | None = options.flag(None, "Only the first so many test records.")
     test_file: str | None = options.flag(None, "The same, for prediction; labels are not used.")
     text_column: str | None = options.flag(None, "Column of the text, if it is not recognised.")
@@ -160,7 +158,7 @@ def main(argv: list[str]) -> None:
     data = load_data(model_args, data_args, training_args)
     tokenizer, model = load_model(model_args, data)
     splits = tokenize(data, tokenizer, model, data_args, training_args)
-    collate = default_data_collator if data_args.pad_to_max_length else DataCollatorWithPadding(tokenizer)
+    collate: Any = DataCollatorWithPadding(tokenizer)
     if model_args.warm_start_epsilon is not None and training_args.do_train:
         choose_trained(copy.deepcopy(model), model_args, "SEQ_CLS")  # what does not fit is found before it costs
         start_head(model, splits["train"], collate, training_args, model_args.warm_start_epsilon)
@@ -168,8 +166,7 @@ def main(argv: list[str]) -> None:
     if SPLIT in splits:
         learn_public(model, splits[SPLIT], collate, training_args, data_args)
     inputs: dict[str, Any] = splits
-    is_frozen = model_args.freeze == "encoder" and is_pooled(model.config) and data.labels is not None
-    if is_frozen and can_train_on_features(model, training_args.privacy_unit):
+    if model_args.freeze == "encoder" and can_train_on_features(model, training_args.privacy_unit):
         inputs = feature_splits(model, splits, collate, training_args, is_private=not data_args.non_private)
         collate = default_data_collator
     compute_metrics = metrics_of(data_args.task_name, is_regression=data.labels is None)
@@ -237,14 +234,11 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
     if model_args.prompt is not None:
         without = {"pooling": model_args.pooling, "warm_start_epsilon": model_args.warm_start_epsilon}
         taken = [name for name, value in without.items() if value is not None]
-        if taken or data_args.pad_to_max_length:
-            raise DPConfigError(
-                f"A prompt has no new head, and is padded to the batch. Leave {' and '.join(taken) or '--prompt or '}"
-                f"{'' if taken else 'pad_to_max_length'} out."
-            )
+        if taken:
+            raise DPConfigError(f"A prompt has no new head. Leave {' and '.join(taken)} out.")
         if model_args.prompt != "auto":
             make_prompt(model_args.prompt, model_args.label_words, None, labels=None, is_causal=False)
-    if model_args.pooling_layers and (model_args.pooling or ["model"]) == ["model"]:
+    if model_args.pooling_layers and not model_args.pooling:
         raise DPConfigError("pooling_layers are what --pooling reads. Add --pooling mean, or leave them out.")
     for name in ("pooling", "pooling_layers"):
         given = getattr(model_args, name) or []
@@ -338,13 +332,10 @@ def tokenize(
     max_length = min(data_args.max_seq_length, most)
     if max_length < data_args.max_seq_length:
         logger.warning(f"max_seq_length={data_args.max_seq_length} is more than the model takes; using {most}.")
-    padding = "max_length" if data_args.pad_to_max_length else False
     ids = None if data.labels is None else [model.config.label2id[label] for label in data.labels]
 
     template = getattr(model.config, "template", None)
     put = None if template is None else fill(template, tokenizer, max_length)
-    if put is not None and data_args.pad_to_max_length:
-        raise DPConfigError("Texts in a prompt are padded to the batch. Leave pad_to_max_length out.")
 
     def preprocess(rows: dict[str, list]) -> dict[str, Any]:
         texts = (rows["text"], rows["pair"]) if data.has_pairs else (rows["text"],)
@@ -352,7 +343,7 @@ def tokenize(
             filled = [put(*one) for one in zip(*texts, strict=True)]
             result = {name: [one[name] for one in filled] for name in filled[0]}
         else:
-            result = dict(tokenizer(*texts, padding=padding, max_length=max_length, truncation=True))
+            result = dict(tokenizer(*texts, max_length=max_length, truncation=True))
         if "label" in rows:
             result["label"] = rows["label"] if ids is None else [ids[label] for label in rows["label"]]
         return result

@@ -18,9 +18,15 @@ from transformers import (
 
 from hf_dpopt import DPConfigError
 from recipes import models
+from recipes.classifiers import (
+    PooledConfig,
+    PooledForSequenceClassification,
+    PromptConfig,
+    PromptForSequenceClassification,
+    is_pooled,
+    is_prompted,
+)
 from recipes.glue_data import ClassificationData
-from recipes.pooled_model import PooledConfig, PooledForSequenceClassification, is_pooled
-from recipes.prompt_model import PromptConfig, PromptForSequenceClassification, is_prompted
 from recipes.prompts import Prompt, make_prompt, word_ids
 from recipes.warm_start import fill_pooling
 
@@ -45,52 +51,42 @@ def load_model(model_args: Any, data: ClassificationData) -> tuple[PreTrainedTok
     tokenizer = models.load_tokenizer(model_args)
     fill_pooling(model_args, config, tokenizer, data)
     if model_args.prompt is not None or is_prompted(config):
-        return tokenizer, load_prompted(model_args, config, tokenizer, data)
-    pooling = model_args.pooling or (config.pooling if is_pooled(config) else ["model"])
-    if pooling == ["model"] and not is_pooled(config):
-        model = models.load_weights(
-            AutoModelForSequenceClassification,
-            model_args,
-            config,
-            ignore_mismatched_sizes=model_args.ignore_mismatched_sizes,
-        )
+        model: PreTrainedModel = load_prompted(model_args, config, tokenizer, data)
+    elif model_args.pooling or is_pooled(config):
+        model = load_pooled(model_args, config)
     else:
-        model = load_pooled(model_args, config, pooling)
+        model = _load_classifier(AutoModelForSequenceClassification, model_args, config)
     models.set_padding(tokenizer, model)
     return tokenizer, model
 
 
-def load_pooled(model_args: Any, config: Any, pooling: list[str]) -> PooledForSequenceClassification:
+def _load_classifier(auto: Any, model_args: Any, config: Any) -> Any:
+    mismatched = model_args.ignore_mismatched_sizes
+    return models.load_weights(auto, model_args, config, ignore_mismatched_sizes=mismatched)
+
+
+def load_pooled(model_args: Any, config: Any) -> PooledForSequenceClassification:
     """Load a model that reads pooled states: one that was saved as such, or an encoder with a new head.
 
     Raises:
-        DPConfigError: for ways or layers that the model does not have.
+        DPConfigError: for layers that the model does not have, or other ones than it was saved with.
     """
-    num_layers, layers = config.num_hidden_layers, model_args.pooling_layers
-    if "model" in pooling or any(not -1 <= layer <= num_layers for layer in layers or ()):
+    if is_pooled(config):
+        saved = (config.pooling, config.pooling_layers)
+        now = (model_args.pooling or saved[0], model_args.pooling_layers or saved[1])
+        if now != saved:
+            raise DPConfigError(
+                f"The head of this model reads {saved[0]} of the layers {saved[1]}, not {now[0]} of {now[1]}. Leave "
+                "--pooling and --pooling_layers out, or use the model that it was made of."
+            )
+        return _load_classifier(PooledForSequenceClassification, model_args, config)
+    num_layers, layers = config.num_hidden_layers, model_args.pooling_layers or [-1]
+    if any(not -1 <= layer <= num_layers for layer in layers):
         raise DPConfigError(
-            f"pooling={pooling} of the layers {layers or [-1]} does not fit: 'model' stands alone, and layers go from "
-            f"0 (embeddings) to {num_layers}, or -1 for the last. Use --pooling mean."
+            f"pooling_layers={layers}: layers go from 0 (embeddings) to {num_layers}, or -1 for the last. Use those."
         )
-    if not is_pooled(config):
-        labels = {name: getattr(config, name) for name in ("num_labels", "id2label", "label2id")}
-        made = PooledConfig(config, pooling, layers or [-1], pad_token_id=config.pad_token_id, **labels)
-        return PooledForSequenceClassification(made, models.load_weights(AutoModel, model_args, config))
-    mismatched = model_args.ignore_mismatched_sizes
-    found = models.load_weights(
-        PooledForSequenceClassification, model_args, config, ignore_mismatched_sizes=mismatched
-    )  # fmt: skip
-    saved = (config.pooling, config.pooling_layers)
-    now = (pooling, layers or saved[1])
-    if now == saved:
-        return found
-    if not mismatched:
-        raise DPConfigError(
-            f"The head of this model reads {saved[0]} of the layers {saved[1]}, not {now[0]} of {now[1]}. Leave "
-            "--pooling out, or add --ignore_mismatched_sizes true for a head that starts anew."
-        )
-    config.pooling, config.pooling_layers = now
-    return PooledForSequenceClassification(config, found.encoder)
+    made = PooledConfig(config, model_args.pooling, layers, pad_token_id=config.pad_token_id, **_labels_of(config))
+    return PooledForSequenceClassification(made, models.load_weights(AutoModel, model_args, config))
 
 
 def load_prompted(
@@ -102,78 +98,43 @@ def load_prompted(
         DPConfigError: for a prompt that does not fit the data, the model or its tokens, and for a model without a
             language head.
     """
-    is_causal = tokenizer.mask_token_id is None
-    asked = None
-    if model_args.prompt is not None:
-        asked = make_prompt(
-            model_args.prompt, model_args.label_words, data.task, labels=data.labels, is_causal=is_causal
-        )
+    gap = tokenizer.mask_token_id
     if is_prompted(config):
-        return _load_saved_prompt(model_args, config, tokenizer, data, asked)
-    assert asked is not None
+        flags = ("prompt", "label_words", "pooling", "warm_start_epsilon")
+        given = [f"--{name}" for name in flags if getattr(model_args, name) is not None]
+        if given or gap != config.mask_token_id:
+            raise DPConfigError(
+                f"This model was trained with the prompt {config.template!r}. Leave "
+                f"{' and '.join(given) or '--tokenizer_name'} out."
+            )
+        prompt = Prompt(config.template, tuple(map(str, config.label_word_ids)))  # ids stand for the words
+        prompt.check(data.labels, has_pairs=data.has_pairs, is_causal=gap is None)
+        return models.load_weights(PromptForSequenceClassification, model_args, config)  # type: ignore[return-value]
     if is_pooled(config):
         raise DPConfigError("This model was saved with a head on pooled states. Leave --prompt out, or use its base.")
-    asked.check(data.labels, has_pairs=data.has_pairs, is_causal=is_causal)
-    labels = {name: getattr(config, name) for name in ("num_labels", "id2label", "label2id")}
-    lm = _load_language_model(model_args, config, is_causal=is_causal)
-    words, padding = _words_by_id(asked, tokenizer, config, data), config.pad_token_id
-    made = PromptConfig(
-        lm.config, asked.template, words, tokenizer.mask_token_id, pad_token_id=padding, **labels
-    )  # fmt: skip
-    model = PromptForSequenceClassification(made, lm)
-    models.set_padding(tokenizer, model)
-    return model
-
-
-def _load_saved_prompt(
-    model_args: Any,
-    config: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    data: ClassificationData,
-    asked: Prompt | None,
-) -> PromptForSequenceClassification:
-    """Load what was saved, if the data and what is asked for are what it was trained for."""
-    saved = Prompt(config.template, tuple(map(str, config.label_word_ids)))  # ids stand for the words
-    saved.check(data.labels, has_pairs=data.has_pairs, is_causal=config.mask_token_id is None)
-    if model_args.pooling is not None or model_args.warm_start_epsilon is not None:
-        raise DPConfigError(
-            "This model classifies by label words. Leave --pooling, --start and --warm_start_epsilon out."
-        )
-    is_other = asked is not None and (
-        asked.template != config.template or _words_by_id(asked, tokenizer, config, data) != config.label_word_ids
+    prompt = make_prompt(
+        model_args.prompt, model_args.label_words, data.task, labels=data.labels, is_causal=gap is None
     )
-    if is_other or tokenizer.mask_token_id != config.mask_token_id:
-        raise DPConfigError(
-            f"This model was trained with the prompt {config.template!r}, other words or another tokenizer. Leave "
-            "--prompt, --label_words and --tokenizer_name out."
-        )
-    model = models.load_weights(PromptForSequenceClassification, model_args, config)
-    models.set_padding(tokenizer, model)
-    return model
-
-
-def _words_by_id(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Any, data: ClassificationData) -> list:
-    """Token of the word of every label, in the order of the model's ids."""
-    order = [config.label2id[label] for label in data.labels or ()]
-    ids = dict(zip(order, word_ids(prompt, tokenizer), strict=True))
-    return [ids[i] for i in sorted(ids)]
-
-
-def _load_language_model(model_args: Any, config: Any, *, is_causal: bool) -> PreTrainedModel:
-    """Load a model with the language head that it was pretrained with.
-
-    Raises:
-        DPConfigError: if there is none: a random one knows no words.
-    """
-    auto = AutoModelForCausalLM if is_causal else AutoModelForMaskedLM
+    prompt.check(data.labels, has_pairs=data.has_pairs, is_causal=gap is None)
+    auto = AutoModelForCausalLM if gap is None else AutoModelForMaskedLM
     lm, found = models.load_weights(auto, model_args, config, output_loading_info=True)
-    missing = sorted(found["missing_keys"])
-    if missing:
+    if missing := sorted(found["missing_keys"]):
         raise DPConfigError(
             f"{model_args.model_name_or_path} has no language head ({', '.join(missing[:3])} are not in it), and one "
             "of random weights knows no words. Use a model that was saved with it, or --pooling mean."
         )
-    return lm
+    by_id = dict(
+        zip((config.label2id[label] for label in data.labels or ()), word_ids(prompt, tokenizer), strict=True)
+    )
+    made = PromptConfig(
+        lm.config, prompt.template, [by_id[i] for i in sorted(by_id)], gap, pad_token_id=config.pad_token_id,
+        **_labels_of(config),
+    )  # fmt: skip
+    return PromptForSequenceClassification(made, lm)
+
+
+def _labels_of(config: Any) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in ("num_labels", "id2label", "label2id")}
 
 
 def save_merged(model: Any, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -30,9 +30,9 @@ from hf_dpopt.convex.head import find_head
 from hf_dpopt.plan.advice import HEAD_PASSES
 from hf_dpopt.run.keys import private_dir, private_folder
 from hf_dpopt.run.ledger import LEDGER, Ledger
+from recipes.classifiers import FEATURE_NORM, is_pooled
 from recipes.frozen import FeatureRows
 from recipes.glue_data import ClassificationData
-from recipes.pooled_model import FEATURE_NORM, is_pooled
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,6 @@ def _others(model_args: Any, data_args: Any, training_args: DPTrainingArguments)
         "--public_file": data_args.public_file is not None,
         "--non_private": data_args.non_private,
         "--freeze encoder": model_args.freeze == "encoder",
-        "--pooling model": "model" in (model_args.pooling or ()),
         "--privacy_unit user": training_args.privacy_unit == "user",
         "--tuned_runs": training_args.tuned_runs is not None,
     }

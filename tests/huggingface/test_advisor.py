@@ -15,7 +15,7 @@ from hf_dpopt.huggingface import advice_log as module
 from hf_dpopt.huggingface.advisor import Trained, read_advised
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.plan import advice
-from recipes.prompt_model import PromptConfig, PromptForSequenceClassification
+from recipes.classifiers import PromptConfig, PromptForSequenceClassification
 from tests.tiny import arguments, collate, model, records, trainer
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from recipes import glue, pooled_model
+from recipes import classifiers, glue
 from tests.recipes import test_glue
 from tests.recipes.test_glue import arguments
 
@@ -52,13 +52,13 @@ def test_the_head_is_that_of_a_run_over_the_inputs(model_dir: str, monkeypatch: 
 def encoded(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, ...]]:
     """How often the encoder saw each row of tokens: of records, and of those that are made up to check it."""
     seen: Counter[tuple[int, ...]] = Counter()
-    plain = pooled_model.PooledForSequenceClassification.features
+    plain = classifiers.PooledForSequenceClassification.features
 
     def counted(self, input_ids=None, attention_mask=None, **inputs):
         seen.update(map(tuple, input_ids.tolist()))
         return plain(self, input_ids, attention_mask, **inputs)
 
-    monkeypatch.setattr(pooled_model.PooledForSequenceClassification, "features", counted)
+    monkeypatch.setattr(classifiers.PooledForSequenceClassification, "features", counted)
     return seen
 
 

@@ -7,8 +7,8 @@ import types
 import pytest
 
 from hf_dpopt import DPConfigError
+from recipes.classifiers import PooledConfig
 from recipes.glue import parse
-from recipes.pooled_model import PooledConfig
 from recipes.warm_start import fill_pooling, fill_start
 
 FLAGS = {"--model_name_or_path": "some/model", "--task_name": "sst2", "--target_epsilon": "8", "--lora_r": "8",
@@ -76,7 +76,6 @@ def test_a_head_that_was_saved_with_the_model_is_kept():
         ({"public_file": "a.tsv"}, "--public_file"),
         ({"non_private": "true", "target_epsilon": None}, "--non_private"),
         ({"freeze": "encoder", "lora_r": None}, "--freeze encoder"),
-        ({"pooling": "model"}, "--pooling model"),
         ({"privacy_unit": "user", "user_id_column": "author"}, "--privacy_unit user"),
         ({"target_epsilon": None, "noise_multiplier": "1"}, "Add --target_epsilon"),
         ({"tuned_runs": "4"}, "--tuned_runs"),

@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_dpopt import DPConfigError
 from recipes import glue
-from recipes.prompt_model import PromptConfig, PromptForSequenceClassification
+from recipes.classifiers import PromptConfig, PromptForSequenceClassification
 from recipes.prompts import TASKS, Prompt, fill, make_prompt, word_ids
 from tests.recipes.conftest import save_roberta
 from tests.recipes.texts import words
@@ -220,7 +220,6 @@ def prompted_dir(masked_dir: str, tmp_path_factory: pytest.TempPathFactory) -> s
         ({"prompt": TEMPLATE, "label_words": ["great", "terrible"]}, "was trained with the prompt"),
         ({"pooling": "mean"}, "Leave --pooling"),
         ({"warm_start_epsilon": "1"}, "--warm_start_epsilon out"),
-        ({"pad_to_max_length": "true"}, "Leave pad_to_max_length out"),
         ({"label_list": "bad,good,other"}, "one word for each"),
         ({"text_pair_column": "label", "label_column": "sentence"}, "has|fit|not one of"),
     ],
@@ -236,6 +235,5 @@ REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     "two gaps": ({"prompt": "{text} {mask} {mask}"}, "needs {text} and {mask}"),
     "pooling": ({"pooling": "mean"}, "Leave pooling out"),
     "warm start": ({"warm_start_epsilon": "1"}, "Leave warm_start_epsilon out"),
-    "padding": ({"pad_to_max_length": "true"}, "pad_to_max_length out"),
     "a pair": ({"prompt": "{text} {mask} {pair}"}, "does not fit records of one text"),
 }

@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
 from recipes import warm_start as module
-from recipes.pooled_model import PooledConfig, PooledForSequenceClassification
+from recipes.classifiers import PooledConfig, PooledForSequenceClassification
 from recipes.warm_start import warm_start
 
 pytestmark = pytest.mark.slow
