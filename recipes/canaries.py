@@ -1,23 +1,26 @@
 #!/usr/bin/env python
-"""Attack a run of one's own: canaries among the training records of `clm.py` or `glue.py`, and a bound on epsilon.
+"""Attack a run of one's own: canaries among the training records of `clm.py`, and a bound on epsilon.
 
-    python recipes/canaries.py make --recipe clm --model_name_or_path gpt2 --train_file train.csv \
+    python recipes/canaries.py make --model_name_or_path gpt2 --train_file train.csv \
         --output_file train_canaries.jsonl --secret_file canaries.json
     accelerate launch recipes/clm.py --model_name_or_path gpt2 --train_file train_canaries.jsonl --output_dir out ...
     python recipes/canaries.py score --secret_file canaries.json --trained out --initial gpt2
 
 Canaries are texts of random tokens, each in or out of the file by a draw of probability 1/2 that stands in the secret
 file alone: keep it where nothing trains, and look at no draw before the scores are written. The training flags that
-say what a record is (columns, block_size, max_seq_length ..) are given to `make`, and used again by `score`. The
+say what a record is (columns, block_size ..) are given to `make`, and used again by `score`. The
 canaries that take part are records like the others: they enter n, and the claim is about the run with them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import os
+import secrets
 import sys
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,39 +31,32 @@ if __name__ == "__main__":  # run as a script: the repository root is not on the
 
     flags.refuse_unknown(sys.argv[1:])  # before the imports below, which take seconds
 
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.audit.bounds import lower_bounds
+from hf_dpopt.common.extras import import_extra
 from hf_dpopt.report.audits import CANARIES
 from hf_dpopt.report.report import FOLDER, REPORT, add_audit, read_report
-from recipes import clm, glue, running
-from recipes.canary_losses import labelled_losses, language_losses, load_tokenizer
-from recipes.canary_texts import (
-    Row,
-    draw,
-    labelled_rows,
-    language_rows,
-    mix,
-    random_text,
-    words_of,
-    write_rows,
-)
-from recipes.clm_data import find_kind
-from recipes.glue_data import GLUE_LABELS, find_columns, labels_of, read_label_list
-from recipes.options import Parser, flag
-from recipes.tables import EXTENSIONS, TEXT_EXTENSIONS, Table, check_columns, read_table
+from recipes import clm, models, running
+from recipes.clm_data import choose_block_size, find_kind, tokenize
+from recipes.options import ModelArguments, Parser, flag
+from recipes.tables import TEXT_EXTENSIONS, Table, check_columns, read_table
 
 COMMANDS = ("make", "score")
-RECIPES = {"clm": clm, "glue": glue}
 FEWEST = 20
 VERSION = 1
+ADAPTER = "adapter_config.json"
+DRAWS = secrets.SystemRandom()
+Row = dict[str, Any]
 
 
 @dataclass
 class MakeArguments:
     """Which canaries, and where they go."""
 
-    recipe: str = flag(MISSING, "Recipe that trains on the file.", choices=RECIPES)
     output_file: Path = flag(MISSING, "Training file with the canaries that take part: .jsonl or .jsonl.gz.")
     secret_file: Path = flag(MISSING, "All canaries and who takes part. Keep it out of reach of training.")
     num_canaries: int = flag(1000, "Half of them take part, on average.")
@@ -85,14 +81,12 @@ class Secret:
     """Content of a secret file.
 
     Attributes:
-        recipe: clm or glue.
-        flags: of its data arguments.
+        flags: data arguments of `clm.py`.
         num_rows: rows of the training file, canaries included.
         rows: the canaries.
         included: whether each takes part.
     """
 
-    recipe: str
     flags: dict[str, Any]
     num_rows: int
     rows: list[Row]
@@ -120,9 +114,7 @@ def main(argv: list[str]) -> None:
 
 
 def _make(argv: list[str]) -> None:
-    name = next((value for flag, value in zip(argv, argv[1:], strict=False) if flag == "--recipe"), "clm")
-    options = RECIPES.get(name, clm)
-    classes = (MakeArguments, options.ModelArguments, options.DataTrainingArguments)
+    classes = (MakeArguments, clm.ModelArguments, clm.DataTrainingArguments)
     args, model_args, data_args = Parser(classes, allow_abbrev=False).parse_args_into_dataclasses(argv)
     if args.num_canaries < FEWEST or args.num_tokens < 1:
         raise DPConfigError(
@@ -133,23 +125,22 @@ def _make(argv: list[str]) -> None:
         raise DPConfigError(f"secret_file={args.secret_file} is there, and draws are made once. Name a new file.")
     if data_args.train_file is None:
         raise DPConfigError("Canaries are put among the records of a file. Give --train_file.")
-    table = read_table(data_args.train_file, kinds=EXTENSIONS if args.recipe == "glue" else TEXT_EXTENSIONS)
-    tokenizer = load_tokenizer(model_args)
-    words = words_of(tokenizer)
-
-    def texts() -> str:
-        return random_text(words, args.num_tokens)
-
-    if args.recipe == "glue":
-        rows = _labelled(table, data_args, texts, args.num_canaries)
-    else:
-        kind = find_kind({"train": table}, data_args)
-        rows = language_rows(table, kind, texts, args.num_canaries)
+    if model_args.model_name_or_path is None and model_args.tokenizer_name is None:
+        raise DPConfigError("Canaries are made of a model's tokens. Give --model_name_or_path.")
+    table = read_table(data_args.train_file, kinds=TEXT_EXTENSIONS)
+    words = words_of(models.load_tokenizer(model_args))
+    kind = find_kind({"train": table}, data_args)
+    # a row with nothing in it, of the same types as the first one, but for the columns that are read
+    empty = {name: type(values[0])() if values[0] is not None else None for name, values in table.columns.items()}
+    rows = [
+        empty | {column: " ".join(DRAWS.choices(words, k=args.num_tokens)) for column in kind.columns}
+        for _ in range(args.num_canaries)
+    ]
     if args.user_id_column is not None:
         _name_users(table, rows, args.user_id_column)
-    included = draw(len(rows))
+    included = [bool(secrets.randbits(1)) for _ in rows]
     everything = mix(table, [row for row, is_in in zip(rows, included, strict=True) if is_in])
-    secret = Secret(args.recipe, vars(data_args), len(everything), rows, included)
+    secret = Secret(vars(data_args), len(everything), rows, included)
     _write_secret(args.secret_file, secret)  # before the file: one without the other's draws is of no use
     write_rows(args.output_file, everything)
     print(
@@ -158,19 +149,47 @@ def _make(argv: list[str]) -> None:
     )
 
 
-def _labelled(table: Table, data_args: Any, texts: Any, num: int) -> list[Row]:
-    named = {"text": data_args.text_column, "pair": data_args.text_pair_column, "label": data_args.label_column}
-    columns = find_columns(table, **named)
-    if columns.label is None:
-        raise DPConfigError(f"{table.name} has no column of labels that is recognised. Name it with --label_column.")
-    known = GLUE_LABELS[data_args.task_name] if data_args.task_name else labels_of(table, columns.label)
-    labels = read_label_list(data_args.label_list) if data_args.label_list else known
-    if labels is None:
-        raise DPConfigError(f"The labels of {table.name} are those of a regression. Canaries are made for classes.")
-    # what `score` reads again is what was found here
-    data_args.text_column, data_args.text_pair_column, data_args.label_column = dataclasses.astuple(columns)
-    data_args.label_list = ",".join(labels)
-    return labelled_rows(table, columns, texts, num)
+def words_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Texts of the tokens that canaries are made of: printable ones with a letter or digit.
+
+    Raises:
+        DPConfigError: if there are hardly any.
+    """
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    ids = [i for i in sorted(tokenizer.get_vocab().values()) if i not in special]
+    texts = [tokenizer.decode([i]).strip() for i in ids]
+    words = sorted({text for text in texts if text.isprintable() and any(map(str.isalnum, text)) and "�" not in text})
+    if len(words) < 20:
+        raise DPConfigError(
+            f"The tokenizer has {len(words)} tokens of letters or digits, too few for texts that are in no other "
+            "record. Use that of the model that is trained."
+        )
+    return words
+
+
+def mix(table: Table, rows: Sequence[Row]) -> list[Row]:
+    """The rows of a table in their order, and others between them at places that were drawn."""
+    names, num = list(table.columns), len(table) + len(rows)
+    theirs = set(DRAWS.sample(range(num), len(rows)))
+    own = iter(zip(*table.columns.values(), strict=True))
+    others = iter(rows)
+    return [next(others) if place in theirs else dict(zip(names, next(own), strict=True)) for place in range(num)]
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Write JSON lines.
+
+    Raises:
+        DPConfigError: for a file of another name, and for one that is there.
+    """
+    if not path.name.endswith((".jsonl", ".jsonl.gz")):
+        raise DPConfigError(f"output_file={path}: must end in .jsonl or .jsonl.gz. Give another name.")
+    content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode("utf-8")
+    try:
+        with path.open("xb") as file:
+            file.write(gzip.compress(content) if path.suffix == ".gz" else content)
+    except FileExistsError:
+        raise DPConfigError(f"output_file={path} is there, and may hold other canaries. Name a new file.") from None
 
 
 def _name_users(table: Table, rows: list[Row], column: str) -> None:
@@ -227,7 +246,7 @@ def _read_secret(path: Path) -> Secret:
         if content.pop("version") != VERSION:
             raise ValueError("of another release")
         secret = Secret(**content)
-        if len(secret.rows) != len(secret.included) or secret.recipe not in RECIPES:
+        if len(secret.rows) != len(secret.included):
             raise ValueError("incomplete")
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise DPConfigError(
@@ -258,13 +277,38 @@ def _claim(args: ScoreArguments, secret: Secret) -> tuple[float | None, float]:
     return (None if facts.not_private_reasons else facts.epsilon), facts.delta
 
 
-def _losses(folder: str, secret: Secret) -> Any:
-    data_args = RECIPES[secret.recipe].DataTrainingArguments(**secret.flags)
-    if secret.recipe == "glue":
-        return labelled_losses(folder, secret.rows, data_args)
-    data_args.separator = clm.unescaped(data_args.separator)
+def _losses(folder: str, secret: Secret) -> np.ndarray:
+    """Mean loss of each canary's learned tokens, (M,), in nats: the whole of the attack."""
+    data_args = clm.DataTrainingArguments(**secret.flags)
+    data_args.separator = clm.unescaped(data_args.separator) or ""
     data_args.prompt_template = clm.unescaped(data_args.prompt_template)
-    return language_losses(folder, secret.rows, data_args)
+    table = Table("the canaries", {name: [row[name] for row in secret.rows] for name in secret.rows[0]})
+    model_args = ModelArguments(model_name_or_path=_base_of(folder) or folder, tokenizer_name=folder)
+    tokenizer = models.load_tokenizer(model_args)
+    tokenizer.padding_side = "right"
+    config = models.load_config(model_args)
+    model = _adapted(models.load_weights(AutoModelForCausalLM, model_args, config, dtype=torch.float32), folder)
+    models.set_padding(tokenizer, model)
+    block_size = choose_block_size(data_args.block_size, tokenizer, model)
+    split = tokenize(table, find_kind({"train": table}, data_args), tokenizer, block_size=block_size)
+    if split.num_without_target:
+        raise DPConfigError("The canaries do not fit into records. Make them with fewer --num_tokens.")
+    found = models.outputs(model, list(split.dataset), DataCollatorForSeq2Seq(tokenizer))
+    sums_M2 = torch.cat([clm.loss_of_records(logits, labels) for logits, labels in found]).double().numpy()
+    return sums_M2[:, 0] / sums_M2[:, 1]
+
+
+def _base_of(folder: str) -> str | None:
+    """The model that adapters in a folder were trained on; None if it holds a whole model."""
+    path = Path(folder) / ADAPTER
+    return json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"] if path.is_file() else None
+
+
+def _adapted(model: PreTrainedModel, folder: str) -> Any:
+    """The model with the adapters of a folder, if it has any; in evaluation mode."""
+    if _base_of(folder) is not None:
+        return import_extra("peft", f"The adapter in {folder}").PeftModel.from_pretrained(model, folder).eval()
+    return model.eval()
 
 
 if __name__ == "__main__":

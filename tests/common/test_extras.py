@@ -19,7 +19,7 @@ from hf_dpopt import DPConfigError
 from hf_dpopt.common.extras import EXTRAS
 from hf_dpopt.experimental.strongly_convex import strongly_convex_bound
 from hf_dpopt.noise import IdentityStrategy
-from recipes.canary_losses import _adapted
+from recipes.canaries import _adapted
 from recipes.models import add_lora
 from recipes.options import ModelArguments
 from recipes.paper.runs import pyplot
