@@ -30,9 +30,10 @@ from typing import Any
 
 if __name__ == "__main__":  # run as a script: the repository root is not on the path then
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from recipes import flags
+    from recipes import flags, processes
 
     flags.refuse_unknown(sys.argv[1:])  # before the imports below, which take seconds
+    processes.start_requested(sys.argv[1:])
 
 import numpy as np
 import torch
@@ -47,7 +48,7 @@ from transformers import (
 )
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainerMixin, DPTrainingArguments
-from recipes import models, options, processes, running, sources
+from recipes import models, options, running, sources
 from recipes.clm_data import (
     DEFAULT_BLOCK_SIZE,
     IGNORED,
@@ -501,11 +502,8 @@ NEXT_STEPS = """
         --train_file train.jsonl --validation_file dev.jsonl   # columns text, or prompt and completion"""
 
 
-def run(argv: list[str]) -> int:
-    """Exit status of a run; see `running.run`."""
-    return running.run(argv, main)
+run = functools.partial(running.run, entry=main)  # of a list of flags
 
 
 if __name__ == "__main__":
-    processes.start_requested(sys.argv[1:])
     sys.exit(run(sys.argv[1:]))

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import logging
 import re
 import sys
@@ -32,9 +33,10 @@ from typing import Any
 
 if __name__ == "__main__":  # run as a script: the repository root is not on the path then
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from recipes import flags
+    from recipes import flags, processes
 
     flags.refuse_unknown(sys.argv[1:])  # before the imports below, which take seconds
+    processes.start_requested(sys.argv[1:])
 
 import numpy as np
 from datasets import DatasetDict
@@ -50,15 +52,12 @@ from transformers import (
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
 from hf_dpopt.huggingface.evaluation import planned_evaluations
-from recipes import options, processes, running, sources
-from recipes.classifiers import WAYS
-from recipes.frozen import can_train_on_features, feature_splits
+from recipes import options, running, sources
 from recipes.glue_data import GLUE_LABELS, ClassificationData, build, read_label_list
-from recipes.glue_model import is_own, load_model, save_merged
+from recipes.glue_model import is_own, load_model, make_encoder, save_merged
 from recipes.models import choose_trained
-from recipes.prompts import fill, make_prompt
 from recipes.public_first import SPLIT, learn_public, stages_on_public
-from recipes.warm_start import fill_start, start_head
+from recipes.warm_start import can_train_on_features, feature_splits, fill_start, start_head
 
 logger = logging.getLogger("recipes.glue")
 
@@ -105,7 +104,7 @@ class ModelArguments(options.ModelArguments):
         None,
         "Read the mean, the first (cls) or the last token of a layer, or several of them, with a linear "
         "head in place of the one that comes with the model. Default: that one.",
-        choices=WAYS,
+        choices=("cls", "mean", "last"),
     )
     pooling_layers: list[int] | None = options.flag(
         None, "Layers that --pooling reads side by side, such as 4 5 6; default: -1, the last."
@@ -236,8 +235,6 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
         taken = [name for name, value in without.items() if value is not None]
         if taken:
             raise DPConfigError(f"A prompt has no new head. Leave {' and '.join(taken)} out.")
-        if model_args.prompt != "auto":
-            make_prompt(model_args.prompt, model_args.label_words, None, labels=None, is_causal=False)
     if model_args.pooling_layers and not model_args.pooling:
         raise DPConfigError("pooling_layers are what --pooling reads. Add --pooling mean, or leave them out.")
     for name in ("pooling", "pooling_layers"):
@@ -270,7 +267,6 @@ def load_data(
             config=data_args.task_name if is_glue else data_args.dataset_config_name,
             training_args=training_args,
         )
-        tables |= sources.public_table(data_args, training_args)
         from_hub = not any(data_args.files.values())
         if from_hub and data_args.task_name is not None and training_args.eval_data_privacy == "undeclared":
             training_args.eval_data_privacy = "public"  # GLUE's own validation set
@@ -285,7 +281,6 @@ def load_data(
         )
         declare_preprocessing(data_args, training_args)
     names = sources.needed_splits(data.splits, training_args)
-    names += [SPLIT] if SPLIT in data.splits else []
     return dataclasses.replace(data, splits=DatasetDict({name: data.splits[name] for name in names}))
 
 
@@ -334,16 +329,10 @@ def tokenize(
         logger.warning(f"max_seq_length={data_args.max_seq_length} is more than the model takes; using {most}.")
     ids = None if data.labels is None else [model.config.label2id[label] for label in data.labels]
 
-    template = getattr(model.config, "template", None)
-    put = None if template is None else fill(template, tokenizer, max_length)
+    encode = make_encoder(tokenizer, model.config, max_length)
 
     def preprocess(rows: dict[str, list]) -> dict[str, Any]:
-        texts = (rows["text"], rows["pair"]) if data.has_pairs else (rows["text"],)
-        if put is not None:
-            filled = [put(*one) for one in zip(*texts, strict=True)]
-            result = {name: [one[name] for one in filled] for name in filled[0]}
-        else:
-            result = dict(tokenizer(*texts, max_length=max_length, truncation=True))
+        result = encode(*((rows["text"], rows["pair"]) if data.has_pairs else (rows["text"],)))
         if "label" in rows:
             result["label"] = rows["label"] if ids is None else [ids[label] for label in rows["label"]]
         return result
@@ -503,11 +492,8 @@ NEXT_STEPS = """
         --target_epsilon 8 --lora_r 8 --start pooled"""
 
 
-def run(argv: list[str]) -> int:
-    """Exit status of a run; see `running.run`."""
-    return running.run(argv, main)
+run = functools.partial(running.run, entry=main)  # of a list of flags
 
 
 if __name__ == "__main__":
-    processes.start_requested(sys.argv[1:])
     sys.exit(run(sys.argv[1:]))

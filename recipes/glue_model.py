@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from recipes.classifiers import (
     is_prompted,
 )
 from recipes.glue_data import ClassificationData
-from recipes.prompts import Prompt, make_prompt, word_ids
+from recipes.prompts import Prompt, fill, make_prompt, word_ids
 from recipes.warm_start import fill_pooling
 
 # here what was saved is read by the code of this repository, and needs no trust
@@ -135,6 +136,21 @@ def load_prompted(
 
 def _labels_of(config: Any) -> dict[str, Any]:
     return {name: getattr(config, name) for name in ("num_labels", "id2label", "label2id")}
+
+
+def make_encoder(
+    tokenizer: PreTrainedTokenizerBase, config: Any, max_length: int
+) -> Callable[..., dict[str, list[Any]]]:
+    """A function from texts (of pairs: both lists) to columns of tokens, in the template of the model if any."""
+    if not is_prompted(config):
+        return lambda *texts: dict(tokenizer(*texts, max_length=max_length, truncation=True))
+    put = fill(config.template, tokenizer, max_length)
+
+    def encode(*texts: list[str]) -> dict[str, list[Any]]:
+        rows = [put(*record) for record in zip(*texts, strict=True)]
+        return {name: [row[name] for row in rows] for name in rows[0]}
+
+    return encode
 
 
 def save_merged(model: Any, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:

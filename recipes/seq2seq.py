@@ -13,6 +13,7 @@ not here is shared with `clm.py`.
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +23,10 @@ from typing import Any, ClassVar
 
 if __name__ == "__main__":  # run as a script: the repository root is not on the path then
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from recipes import flags
+    from recipes import flags, processes
 
     flags.refuse_unknown(sys.argv[1:])  # before the imports below, which take seconds
+    processes.start_requested(sys.argv[1:])
 
 import torch
 from transformers import (
@@ -35,7 +37,7 @@ from transformers import (
 )
 
 from hf_dpopt import DPConfigError, DPSeq2SeqTrainer, DPSeq2SeqTrainingArguments
-from recipes import clm, models, options, processes, running, sources
+from recipes import clm, models, options, running, sources
 from recipes.clm import ModelArguments
 from recipes.clm_data import (
     Pairs,
@@ -189,11 +191,8 @@ def find_kind(
     return kind
 
 
-def run(argv: list[str]) -> int:
-    """Exit status of a run; see `running.run`."""
-    return running.run(argv, main)
+run = functools.partial(running.run, entry=main)  # of a list of flags
 
 
 if __name__ == "__main__":
-    processes.start_requested(sys.argv[1:])
     sys.exit(run(sys.argv[1:]))

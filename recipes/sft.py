@@ -16,6 +16,7 @@ printed before and after training.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import time
@@ -25,9 +26,10 @@ from typing import Any
 
 if __name__ == "__main__":  # run as a script: the repository root is not on the path then
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from recipes import flags
+    from recipes import flags, processes
 
     flags.refuse_unknown(sys.argv[1:])  # before the imports below, which take seconds
+    processes.start_requested(sys.argv[1:])
 
     if importlib.util.find_spec("trl") is None:
         sys.exit("error: recipes/sft.py needs the package trl. Run: pip install 'hf-dpopt[chat]'")
@@ -36,7 +38,7 @@ from datasets import Dataset
 from transformers import AutoConfig, GenerationConfig
 
 from hf_dpopt import DPConfigError, DPSFTConfig, DPSFTTrainer
-from recipes import flags, hub, models, options, processes, running
+from recipes import flags, hub, models, options, running
 from recipes.embedded.chats import build_smollm2, read_chats
 from recipes.tables import TEXT_EXTENSIONS, columns_in, read_table
 
@@ -239,11 +241,8 @@ def answer(trainer: Any, prompts: list[Any]) -> list[str]:
     return found
 
 
-def run(argv: list[str]) -> int:
-    """Exit status of a run; see `running.run`."""
-    return running.run(argv, main)
+run = functools.partial(running.run, entry=main)  # of a list of flags
 
 
 if __name__ == "__main__":
-    processes.start_requested(sys.argv[1:])
     sys.exit(run(sys.argv[1:]))

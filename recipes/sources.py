@@ -26,7 +26,7 @@ def load_tables(
     training_args: DPTrainingArguments,
     kinds: tuple[str, ...] = EXTENSIONS,
 ) -> dict[str, Table]:
-    """Split name -> table, from the files of `data_args`, else from dataset `name` of the hub.
+    """Split name -> table, from the files of `data_args`, else from dataset `name` of the hub; public records, too.
 
     Raises:
         DPConfigError: if something cannot be read.
@@ -40,10 +40,12 @@ def load_tables(
             cache_dir=model_args.cache_dir, token=model_args.token, fix=LOCAL_FILES,
         )  # fmt: skip
         tables = {split: table_of_dataset(f"{name} {config or ''} [{split}]", one) for split, one in found.items()}
+        tables.pop(SPLIT, None)  # public is what public_file declares to be
     if "train" in tables and training_args.do_train and not data_args.non_private:
-        warn_of_people(
-            tables["train"].columns, training_args.privacy_unit
-        )  # what is made of the table drops such columns
+        # what is made of the table drops such columns
+        warn_of_people(tables["train"].columns, training_args.privacy_unit)
+    if data_args.public_file is not None and training_args.do_train:
+        tables[SPLIT] = read_table(data_args.public_file, kinds=kinds)
     return tables
 
 
@@ -57,27 +59,14 @@ def load_used(
     """
     name, config = data_args.dataset_name, data_args.dataset_config_name
     found = load_tables(model_args, data_args, name=name, config=config, training_args=training_args, kinds=kinds)
-    tables = used(found, training_args)
-    return tables | public_table(data_args, training_args, kinds=kinds)
-
-
-def public_table(
-    data_args: Any, training_args: DPTrainingArguments, *, kinds: tuple[str, ...] = EXTENSIONS
-) -> dict[str, Table]:
-    """The table of public records under the name of its split; empty where none is used."""
-    if data_args.public_file is None or not training_args.do_train:
-        return {}
-    return {SPLIT: read_table(data_args.public_file, kinds=kinds)}
+    return used(found, training_args)
 
 
 def used(tables: dict[str, Table], training_args: DPTrainingArguments) -> dict[str, Table]:
-    """train and validation, as far as a run uses them; of several validation splits of the hub the first."""
+    """train, validation and public records, as far as a run uses them; of several validation splits the first."""
     needed = needed_splits(tables, training_args)
-    return {
-        split: tables[next(n for n in needed if n.startswith(split))]
-        for split in actions(training_args)
-        if split != "test"
-    }
+    chosen = {name.split("_")[0]: tables[name] for name in reversed(needed)}
+    return {split: chosen[split] for split in ("train", "validation", SPLIT) if split in chosen}
 
 
 def table_of_dataset(name: str, dataset: Dataset) -> Table:
@@ -104,4 +93,4 @@ def needed_splits(available: Collection[str], training_args: DPTrainingArguments
                 f"files (--{split}_file)."
             )
         needed += found
-    return needed
+    return [*needed, *([SPLIT] if SPLIT in available else [])]

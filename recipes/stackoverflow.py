@@ -32,9 +32,10 @@ from typing import Any
 
 if __name__ == "__main__":  # run as a script: the repository root is not on the path then
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from recipes import flags
+    from recipes import flags, processes
 
     flags.refuse_unknown(sys.argv[1:])  # before the imports below, which take seconds
+    processes.start_requested(sys.argv[1:])
 
 import torch
 from datasets import Dataset
@@ -42,7 +43,7 @@ from transformers import AutoModelForCausalLM, Trainer
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
 from hf_dpopt.huggingface.refusals.training_arguments import check_arguments
-from recipes import models, options, processes, running, stackoverflow_synthetic
+from recipes import models, options, running, stackoverflow_synthetic
 from recipes.public_first import learn_public, stages_on_public
 from recipes.stackoverflow_data import (
     TOKENS,
@@ -319,11 +320,8 @@ def summary(
     return [*lines, ("privacy", running.privacy_line(trainer))]
 
 
-def run(argv: list[str]) -> int:
-    """Exit status of a run; see `running.run`."""
-    return running.run(argv, main)
+run = functools.partial(running.run, entry=main)  # of a list of flags
 
 
 if __name__ == "__main__":
-    processes.start_requested(sys.argv[1:])
     sys.exit(run(sys.argv[1:]))

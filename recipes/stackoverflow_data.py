@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow.compute as pc
 import torch
@@ -116,33 +116,6 @@ def _read_json(file: Any, name: str) -> list[str]:
 def text_of(row: Row, column: str) -> str:
     """Text of a row in the benchmark's format: a column `tokens` is kept as it is, any other holds raw text."""
     return str(row[column]) if column == TOKENS else separate_words(str(row[column]))
-
-
-class Encoder(Protocol):
-    """Makes ids of rows; its ``repr`` names all that the ids depend on.
-
-    Attributes:
-        columns: columns that it reads, and the options that name them.
-        num_ids: number of different ids.
-    """
-
-    @property
-    def columns(self) -> dict[str, str]: ...
-
-    @property
-    def num_ids(self) -> int: ...
-
-    def encode(self, rows: Sequence[Row]) -> dict[str, list[list[int]]]:
-        """Return columns of ids, one list per row."""
-        ...
-
-    def check(self, name: str, table: Any) -> None:
-        """Refuse encoded rows of the Arrow table `table`, from the file `name`, that have nothing to learn.
-
-        Raises:
-            DPConfigError: if no word, or no tag, is known.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -296,12 +269,17 @@ class Tags:
 
 
 def check_words(vocabulary: Vocabulary, name: str, table: Any) -> None:
-    """Refuse encoded texts without a known word; see `Encoder.check`."""
+    """Refuse encoded texts without a known word."""
     if not any((pc.max(chunk.flatten()).as_py() or 0) > UNKNOWN for chunk in table["input_ids"].chunks):
         raise DPConfigError(
             f"vocabulary_file: {name} has none of its {len(vocabulary.words)} words, such as {vocabulary.words[0]!r}. "
             "Give a vocabulary of these texts, or their column, --text_column."
         )
+
+
+# Makes ids of rows; its ``repr`` names all that the ids depend on. `columns` are those that it reads, with the options
+# that name them; `check` refuses the encoded rows of a file in which it knows nothing.
+Encoder = NextWords | Pieces | Tags
 
 
 @dataclass(frozen=True)

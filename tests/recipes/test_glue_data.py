@@ -176,7 +176,7 @@ def test_a_column_of_people_that_is_dropped_is_named(
 ) -> None:
     monkeypatch.setattr(log, "_told", set())
     (tmp_path / "a.csv").write_text("text,label,Author ID\nx,1,9\n")
-    data_args = SimpleNamespace(files={"train": tmp_path / "a.csv"}, non_private=False)
+    data_args = SimpleNamespace(files={"train": tmp_path / "a.csv"}, non_private=False, public_file=None)
     args: Any = SimpleNamespace(do_train=True, privacy_unit=unit)
     load_tables(ModelArguments(), data_args, name=None, config=None, training_args=args)
     assert ("--user_id_column 'Author ID'" in caplog.text) == (unit == "example")
