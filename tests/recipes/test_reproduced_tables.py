@@ -114,6 +114,33 @@ def test_filters_in_the_top_layer(optimizer, name):
     assert cells[name, "sentences"] == signed(*interval(np.array(filtered["sentences"]) - without["sentences"]))
 
 
+def test_stale_preconditioners():
+    rows = load("dp2_stale")["rows"]
+    cells = table("### How long a preconditioner may be used, without privacy (Figure 2)")
+    for row in rows:
+        column = "1 (RMSProp)" if row["delay"] == 1 else f"{row['delay']:,}"
+        assert cells["test accuracy, %", column] == f"{100 * row['mean']:.1f}"
+        assert cells["training loss", column] == f"{np.mean(row['loss']):.3f}"
+        if row["delay"] > 1:
+            gain = np.subtract(row["test"], rows[0]["test"])
+            assert cells["difference from RMSProp", column] == signed(*interval(100 * gain))
+
+
+IMDB = {
+    "variant 1 from `delay` steps on (`extra_query`), two queries at the same epsilon": "variant 1, extra query",
+    "variant 1 of the paper (`algorithm2`), two queries at the same epsilon": "variant 1, as printed",
+    "the same with the noise of DP-SGD on each query, epsilon 21.8": "variant 1, as printed, noise of DP-SGD per query",
+}
+
+
+@pytest.mark.parametrize("name", IMDB)
+def test_the_first_variant_of_dp2(name):
+    cells = table("## DP^2 (arXiv:2212.00309): IMDB, bag of words")
+    (row,) = (row for row in load("dp2_imdb")["table"] if row["method"] == IMDB[name])
+    assert cells[name, "here"] == f"{100 * row['mean']:.1f} +- {100 * row['std']:.1f}"
+    assert cells[name, "seeds"] == str(len(row["test"]))
+
+
 STACKEXCHANGE = {
     "DP2-RMSProp": "DP^2-RMSProp",
     "one query": "one query (ours)",
