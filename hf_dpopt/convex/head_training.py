@@ -214,7 +214,7 @@ class HeadRun:
                 f"Public features have shape {tuple(public[0].shape)}. Use (m, {num_features}), with the same "
                 "features as the private records."
             )
-        return SubspaceDescent(self.plan.config, num_labels, public)
+        return SubspaceDescent(self.plan.config, num_labels, public, noise_multiplier=self.plan.noise_multiplier)
 
     def _descend(
         self,
@@ -234,7 +234,7 @@ class HeadRun:
         saved = time.monotonic()
         for step in tqdm(steps, initial=first, total=config.num_steps, desc="private steps", disable=not bar):
             rows = torch.from_numpy(plan.sampler.draw(chain.sampling_key, step))
-            query = descent.query(gradient_sum(features[rows], labels[rows], descent.weights), step)
+            query = descent.query(features[rows], labels[rows], step)
             # private from here
             query += stddev * source.normal(query.shape, step=step, tensor=0).double()
             descent.move(query, step)
@@ -299,9 +299,9 @@ class ProjectedDescent:
         """Weights after the latest step, float64, (K, D)."""
         return self.weights
 
-    def query(self, gradient_sum: torch.Tensor, step: int) -> torch.Tensor:
-        """Return the sum of a step's gradients, (K, D), as it is."""
-        return gradient_sum
+    def query(self, features: torch.Tensor, labels: torch.Tensor, step: int) -> torch.Tensor:
+        """Sum of the gradients of a step's records, (K, D)."""
+        return gradient_sum(features, labels, self.weights)
 
     def move(self, released: torch.Tensor, step: int) -> None:
         """Take the step that the noisy sum, (K, D), asks for, and go back to the ball."""

@@ -11,7 +11,7 @@ from hf_dpopt.huggingface.values import check_values
 from hf_dpopt.noise.registry import is_independent
 
 SUBSPACE = "subspace"  # preconditioner of a head that is trained by composition, without the last iterate's bound
-SUBSPACE_OPTIONS = ("rank", "refresh_every", "eps")
+SUBSPACE_OPTIONS = ("rank", "refresh_every", "eps", "adagrad", "matrix_share", "envelope")
 UNSEEN = "nothing is seen of a head before its end, and metrics on training records are never covered."
 COVERED: dict[str, tuple[tuple[str, ...], str]] = {  # option -> the values that are covered (none: off), and why
     "optim": (("sgd",), "a head makes its steps itself, by SGD or by AdaGrad in a public subspace."),

@@ -5,11 +5,15 @@ Shape legend: B = records, K = labels, D = features.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
-def gradient_sum(features: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Gradient of the summed cross entropies of a batch: ``sum_b (p_b - y_b) x_b^T``.
+def gradient_sum(
+    features: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, clipping_norm: float = math.inf
+) -> torch.Tensor:
+    """Gradient of the summed cross entropies of a batch: ``sum_b (p_b - y_b) x_b^T``, each term clipped.
 
     In float64: a step has to be a contraction, and the bound leaves each one a room of about ``D / R`` only.
 
@@ -17,12 +21,17 @@ def gradient_sum(features: torch.Tensor, labels: torch.Tensor, weights: torch.Te
         features: features of the records, (B, D); B may be 0.
         labels: labels of the records, (B,).
         weights: weights of the head, float64, (K, D).
+        clipping_norm: largest norm of a record's gradient; infinite for no clipping.
 
     Returns:
         float64, (K, D).
     """
     features_BD = features.double()
-    return _errors(features_BD, labels, weights).T @ features_BD
+    errors_BK = _errors(features_BD, labels, weights)
+    if clipping_norm < math.inf:
+        norms_B1 = errors_BK.norm(dim=1, keepdim=True) * features_BD.norm(dim=1, keepdim=True)
+        errors_BK = errors_BK * (clipping_norm / norms_B1.clamp(min=clipping_norm))
+    return errors_BK.T @ features_BD
 
 
 def record_gradients(features: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

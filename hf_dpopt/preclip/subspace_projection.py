@@ -215,9 +215,8 @@ class SubspaceAdaGrad(ProjectedGradient):
     A refresh of V turns coordinates into others: ``S' = R S R^T`` with ``R = V_new^T V_old`` keeps what both bases
     see, and directions that are new start at zero.
 
-    Departures from the paper: S_t of released instead of un-noised gradients (`GoePreconditioner` has the paper's, and
-    its price), and no ball that weights go back to in the norm of H, for a map of gradients sees no weights; a convex
-    head has it (`hf_dpopt.convex.SubspaceHeadConfig`).
+    Departures from the paper: S_t of released instead of un-noised gradients, and no ball that weights go back to in
+    the norm of H, for a map of gradients sees no weights. `hf_dpopt.convex.SubspaceHeadConfig` has both.
 
     Args:
         subspace: V.
@@ -308,7 +307,7 @@ class PublicSubspaceProjection(Preclip):
         eps: number added to AdaGrad's root; gradient units.
 
     Raises:
-        DPConfigError: for values out of range, and ``adagrad="goe"``, which keeps un-noised state.
+        DPConfigError: for values out of range, and an unknown ``adagrad``; "clean" keeps un-noised state.
 
     References:
         Kairouz et al. (2021), arXiv:2008.06570; Zhou, Wu and Banerjee (2021), arXiv:2007.03813.
@@ -336,8 +335,8 @@ class PublicSubspaceProjection(Preclip):
         check_choice("project", self.project, ("before_clip", "after_noise"))
         if self.adagrad not in ("none", "released"):
             raise DPConfigError(
-                f"adagrad={self.adagrad!r} cannot be used here. Use 'none' or 'released'; 'goe' is made of un-noised "
-                "gradients and costs budget of its own: hf_dpopt.experimental.goe.GoePreconditioner, in your own loop."
+                f"adagrad={self.adagrad!r} cannot be used here. Use 'none' or 'released'; a 'clean' matrix is made of "
+                "un-noised gradients and costs budget of its own: recipes/linear_probe.py trains linear heads with it."
             )
         check_real("eps", self.eps, "a number >= 0")
 

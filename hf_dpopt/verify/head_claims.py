@@ -116,6 +116,8 @@ def _leaves(fields: Fields) -> Leaves:
     noise, steps = fields.positive("noise_multiplier"), fields.count("num_steps")
     if steps > MOST_STEPS:
         raise Unknown(f"{steps} steps are too many to compose here")
+    if fields.content.get("adagrad") == "clean" and q < 1:
+        raise Contradiction("a matrix of un-noised gradients of earlier batches is not amplified by sampling")
     if not _has_horizon(fields):
         return [(on_sample(q, noise), steps)]
     horizon, share = fields.count("horizon"), fields.positive("noise_share")

@@ -16,7 +16,7 @@ HIDDEN = {
     "convex": ("convex", "cli/plan_head.py"),
     "experimental": ("experimental",),
     "subspace": (  # a head and a preconditioner of experiments are made of one
-        "public/subspace.py", "preclip/subspace_projection.py", "experimental/goe.py", "convex", "cli/plan_head.py",
+        "public/subspace.py", "preclip/subspace_projection.py", "convex", "cli/plan_head.py",
     ),
     "galore": ("optim/galore.py",),
     "tree": ("noise/tree.py",),

@@ -205,7 +205,10 @@ IN_SUBSPACE = [
     ({"adjacency": "replace_one"}, "add_or_remove_one only"),
     ({"save_strategy": "steps", "save_steps": 5}, "nothing is seen of a head.*Use --save_strategy no"),
     ({"log_unprivatized": True}, "never covered"),
-    ({"preconditioner_kwargs": {"rank": 4, "adagrad": "released"}}, "'adagrad'.*It knows: rank, refresh_every, eps"),
+    (
+        {"preconditioner_kwargs": {"rank": 4, "project": "after_noise"}},
+        "'project'.*It knows: rank, refresh_every, eps, adagrad",
+    ),
     ({"preconditioner_kwargs": {"rank": 0}}, "rank=0"),
 ]
 
@@ -232,10 +235,15 @@ def test_what_is_no_part_of_adagrad_in_a_public_subspace_is_refused(tmp_path, ch
 
 def test_the_preconditioner_subspace_asks_for_its_config(tmp_path):
     """Full batches, unless a size is given; no kwarg reaches a head without it."""
-    given = arguments(tmp_path, preconditioner="subspace", preconditioner_kwargs='{"rank": 4, "refresh_every": 3}')
+    given = arguments(
+        tmp_path,
+        preconditioner="subspace",
+        preconditioner_kwargs='{"rank": 4, "refresh_every": 3, "adagrad": "clean"}',
+    )
     asked = given.head_config(1000, has_bias=False)
     assert isinstance(asked, SubspaceHeadConfig) and not asked.has_bias
     assert (asked.rank, asked.refresh_every, asked.expected_batch_size, asked.num_steps) == (4, 3, 1000, 10)
+    assert asked.adagrad == "clean"
     assert asked.step_size == asked.head_radius / 4
     some = arguments(tmp_path, preconditioner="subspace", expected_batch_size=50, max_steps=-1, num_train_epochs=2)
     assert some.head_config(1000).num_steps == 40 and some.head_config(1000).expected_batch_size == 50

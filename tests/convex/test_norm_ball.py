@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import optimize
 
-from hf_dpopt.convex.norm_ball import project_in_norm
+from hf_dpopt.convex.adagrad import project_in_norm
 
 
 def problem(p, k, seed, spread=3.0):

@@ -227,7 +227,7 @@ REFUSED = [
     ({"public_mirror_descent": "cosine"}, "public_dataset"),
     ({"public_mirror_descent": "cosine", "public_dataset": PUBLIC, "public_batch_size": 99}, "public_batch_size"),
     ({**SUBSPACE, "preconditioner_kwargs": {"rank": 9, "num_public": 8}}, "m gradients span m directions"),
-    ({**SUBSPACE, "preconditioner_kwargs": {"adagrad": "goe"}}, "un-noised"),
+    ({**SUBSPACE, "preconditioner_kwargs": {"adagrad": "clean"}}, "un-noised"),
     ({**SUBSPACE, "preconditioner_kwargs": {"rank": 3}, "optim": "dp_adam_bc"}, "coordinate to coordinate"),
     ({"average_iterate": "polyak"}, "Use one of"),
     ({"public_mirror_descent": "constant", "public_dataset": PUBLIC}, "Use one of"),

@@ -84,13 +84,15 @@ REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
 }
 
 
+@pytest.mark.parametrize("adagrad", ["released", "clean"])
 def test_a_head_is_trained_in_the_subspace_of_a_public_file(
-    files: Path, probed_dir: str, capsys: pytest.CaptureFixture[str]
+    adagrad: str, files: Path, probed_dir: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Full batches; the directions are those of 40 records of another file, which are not trained on."""
     rows = [f"{'a fine' if i % 2 else 'no good'} book number {i}\t{i % 2}" for i in range(40)]
     (files / "public.tsv").write_text("sentence\tlabel\n" + "\n".join(rows) + "\n")
-    given = {"preconditioner_kwargs": '{"rank": 4}', "public_file": "public.tsv", "max_steps": "30", "feature_norm": "6",
+    options = json.dumps({"rank": 4, "adagrad": adagrad})
+    given = {"preconditioner_kwargs": options, "public_file": "public.tsv", "max_steps": "30", "feature_norm": "6",
              "head_radius": "5", "expected_batch_size": None}  # fmt: skip
     assert linear_probe.run(arguments(probed_dir, **SUBSPACE, **given)) == 0
     out, err = capsys.readouterr()
@@ -101,6 +103,7 @@ def test_a_head_is_trained_in_the_subspace_of_a_public_file(
     assert [record["kind"] for record in ledger] == ["header", "plan", "chain", "step"]
     plan = ledger[1]["plan"]
     assert (plan["num_examples"], plan["expected_batch_size"], plan["num_public_records"]) == (120, 120, 40)
+    assert plan["adagrad"] == adagrad
     assert len(list((files / "private").rglob("features-*.pt"))) == 1  # those of private records alone
     classify = pipeline("text-classification", model=str(files / "out"), device="cpu")
     found = [answer["label"] for answer in classify(TEXTS[:20])]

@@ -42,12 +42,6 @@ class AmbientAdaGrad:
         return update
 
 
-def absolute_value(x: torch.Tensor) -> torch.Tensor:
-    """|X| = (X^T X)^{1/2} from the singular values of X; (k, k)."""
-    _, values, right = torch.linalg.svd(x.double(), full_matrices=False)
-    return right.T * values @ right
-
-
 def clipped_coordinates(records: list[dict[str, torch.Tensor]], directions: torch.Tensor, clip: float, rule: str):
     """``sum_b clip(V^T g_b)`` by a loop; `directions` is V, (p, k)."""
     total = torch.zeros(directions.shape[1], dtype=torch.float64)

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from hf_dpopt.clipping import make_engine
 from hf_dpopt.convex import (
     HeadConfig,
     HeadRun,
@@ -36,15 +37,22 @@ from hf_dpopt.convex import (
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from recipes.paper.runs import Folder, best_of, draw_bars, experiment, panels, percent, save
-from recipes.paper.subspace.training import Recipe, Tensors, pick, train
+from recipes.paper.steps import EngineSums, Part, PrivateSteps, descend
 from recipes.paper.texts import AG_NEWS_CLASSES, ag_news, bucket
 
 WIDTH, RADIUS, NUM_STEPS, DELTA = 512, 30.0, 60, 1e-5
 NUM_PUBLIC, NUM_VALIDATION, TUNING_SEED = 500, 1600, 1000
 BATCH, ADAM_STEPS = 500, 380  # of DP-Adam: 20 epochs
 WARM = 0.01  # step size of ordinary training on the public records: the best of those tried for them alone
+Tensors = dict[str, torch.Tensor]
 Cell = tuple[float, int]  # step size, rank
 Train = Callable[["Task", float, Cell, int], nn.Module]  # of epsilon and a seed
+
+
+def pick(data: Tensors, rows: Sequence[int] | torch.Tensor) -> Tensors:
+    """Some records."""
+    index = torch.as_tensor(rows, dtype=torch.long)
+    return {name: values[index] for name, values in data.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,10 +169,13 @@ def public_first(task: Task, epsilon: float, cell: Cell, seed: int) -> nn.Module
     plan = make_plan(config, num_examples=len(task.private["labels"]), num_steps=ADAM_STEPS)
     optimizer = torch.optim.Adam(model.parameters(), lr=cell[0])
 
-    def cool_down(step: int) -> None:
-        optimizer.param_groups[0]["lr"] = cell[0] * (1 - step / ADAM_STEPS)
+    def parts(rows: torch.Tensor) -> list[Part]:
+        batch = pick(task.private, rows)
+        return [(lambda: losses(model, batch), len(rows))]
 
-    train(model, losses, task.private, None, Recipe(), plan, optimizer, seed, after_step=cool_down)
+    engine, key = make_engine(model, plan.clipper), np.random.default_rng(seed).bytes(32)
+    for step in descend(PrivateSteps(plan, EngineSums(engine, parts), keys=(key, key)), engine, optimizer, ADAM_STEPS):
+        optimizer.param_groups[0]["lr"] = cell[0] * (1 - step / ADAM_STEPS)
     return model
 
 
