@@ -171,7 +171,7 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, HeadT
         check_public_of_subspace(data_args)
     config = training_args.head_config(10**9)  # values out of range end here
     if not isinstance(config, SubspaceHeadConfig):
-        config.sgd(10**9, 1.0)
+        config.sgd(config.expected_batch_size, 1.0, 0.5)  # full batches allow the most
     options.check(model_args, data_args, training_args, embedded=embedded)
     return model_args, data_args, training_args
 

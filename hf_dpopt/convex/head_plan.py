@@ -19,6 +19,7 @@ from hf_dpopt.convex.last_iterate import (
     OVERSIZED_SHARE,
     LastIterate,
     ProjectedSGD,
+    batch_cap_of,
     calibrate_last_iterate,
     event_of,
     last_iterate_epsilon,
@@ -47,7 +48,8 @@ class HeadConfig:
         noise_multiplier: stddev of the noise on a batch's sum, over ``sqrt(2) R``; 0 switches it off: NOT PRIVATE.
         target_delta: delta of epsilon, at most 1/n; None for the default of `hf_dpopt.accounting.delta`.
         allow_large_delta: accept a delta above 1/n.
-        learning_rate: eta of the first step; None for ``1 / (M + 2 l2)``, half of what is allowed.
+        learning_rate: eta of the first step, below ``2 / (M + l2)`` by what large batches need; None for ``1 / (M + 2
+            l2)``.
         decay: exponent of the step size ``eta t^-decay`` of step t; in [0, 1).
         l2: weight of ``|w|^2 / 2`` in the loss; >= 0.
         has_bias: whether the head has a bias.
@@ -129,8 +131,10 @@ class HeadConfig:
         known = None if recorded is None else recorded["delta"]
         return resolve_delta(self.target_delta, num_examples, allow_large=self.allow_large_delta, recorded=known)
 
-    def sgd(self, num_examples: int, noise_multiplier: float) -> ProjectedSGD:
+    def sgd(self, num_examples: int, noise_multiplier: float, delta: float) -> ProjectedSGD:
         """The run as its accountant sees it."""
+        is_long = self.step_size * (self.smoothness + 2 * self.l2) > 2
+        size = (num_examples, self.expected_batch_size, self.num_steps)
         return ProjectedSGD(
             num_examples=num_examples,
             expected_batch_size=self.expected_batch_size,
@@ -142,6 +146,7 @@ class HeadConfig:
             step_size=self.step_size,
             decay=self.decay,
             l2=self.l2,
+            batch_cap=batch_cap_of(*size, delta) if is_long and self.l2 else None,
         )
 
 
@@ -220,7 +225,7 @@ class HeadPlan:
             "feature_norm": self.config.feature_norm,
             "has_bias": self.config.has_bias,
             "target_epsilon": self.config.target_epsilon,
-            **dataclasses.asdict(self.sgd),
+            **{name: v for name, v in dataclasses.asdict(self.sgd).items() if name != "batch_cap" or v is not None},
             "diameter": None if self.config.head_radius is None else self.sgd.diameter,
         }
 
@@ -245,6 +250,6 @@ def make_head_plan(config: HeadConfig, *, num_examples: int, recorded: Mapping[s
     noise = config.noise_multiplier
     if noise is None:
         assert config.target_epsilon is not None
-        noise = calibrate_last_iterate(config.sgd(num_examples, 1.0), config.target_epsilon, delta)
-    sgd = config.sgd(num_examples, noise)
+        noise = calibrate_last_iterate(config.sgd(num_examples, 1.0, delta), config.target_epsilon, delta)
+    sgd = config.sgd(num_examples, noise, delta)
     return HeadPlan(config, sgd, delta, last_iterate_epsilon(sgd, delta))

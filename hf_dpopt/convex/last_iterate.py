@@ -30,7 +30,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from dp_accounting import ComposedDpEvent, DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
@@ -72,6 +72,8 @@ class ProjectedSGD:
         decay: the step size of step t is ``eta t^-decay``; in [0, 1), 0 for a constant one.
         l2: strength of a regulariser ``l2 / 2 |w|^2``, which no record has a part in; >= 0. With it the losses are
             strongly convex.
+        batch_cap: B, for step sizes above ``2 / (M + 2 l2)`` (Remark 5.3 of the paper): the largest batch that a step
+            is taken to contract with, which then is less; see `batch_cap_of`. None for the other step sizes.
 
     Raises:
         DPConfigError: for values out of range.
@@ -87,6 +89,7 @@ class ProjectedSGD:
     step_size: float
     decay: float = 0.0
     l2: float = 0.0
+    batch_cap: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_examples", "expected_batch_size", "num_steps"):
@@ -107,10 +110,14 @@ class ProjectedSGD:
                 f"expected_batch_size={self.expected_batch_size} is more than the {self.num_examples} records. Use "
                 "at most all of them."
             )
-        if self.step_size * (self.smoothness + 2 * self.l2) > 2:
-            allowed = 2 / (self.smoothness + 2 * self.l2)
+        steepest, formula = self.smoothness + 2 * self.l2, "2 / (M + 2 l2)"
+        if self.batch_cap is not None:
+            steepest = self._steepest
+            formula = f"2 / (M B / b + l2), batches having up to B = {self.batch_cap} records,"
+        if self.step_size * steepest > 2:
+            allowed = 2 / steepest
             raise DPConfigError(
-                f"step_size={self.step_size:g} is above 2 / (M + 2 l2) = {allowed:g}: a step is no contraction, and "
+                f"step_size={self.step_size:g} is above {formula} = {allowed:g}: a step is no contraction, and "
                 f"the privacy loss may grow with every one. Use at most {allowed:g}, half of it to be safe from large "
                 "batches."
             )
@@ -124,22 +131,41 @@ class ProjectedSGD:
         """Largest distance of two runs that differ in a record: D, or ``L / (b l2)`` without a ball (Remark 5.2).
 
         With the same noise and the same other records, a step shrinks it to ``1 - eta_t l2`` of what it was, and the
-        record adds ``eta_t L / b`` at most; so it never leaves ``[0, L / (b l2)]``, in which it begins.
+        record adds ``eta_t L / b`` at most; so it never leaves ``[0, L / (b l2)]``, in which it begins. With a
+        `batch_cap`, ``1 - c_t`` is in the place of ``eta_t l2``; its share of eta_t is the least in the first step.
         """
         if self.diameter < math.inf:
             return self.diameter
-        return self.lipschitz / (self.expected_batch_size * self.l2)
+        rate = self.l2 if self.batch_cap is None else float(self._gaps(self.step_size)) / self.step_size
+        return self.lipschitz / (self.expected_batch_size * rate)
+
+    def _gaps(self, step_sizes: Any) -> Any:
+        """``1 - c_t``: what a step of these sizes takes from a distance at least.
+
+        The map of a step without the record has slopes between ``1 - eta l2`` and ``1 - eta (l2 + M B / b)``, B the
+        batch, and c_t is the larger one of their absolute values. Below ``2 / (M + 2 l2)`` it is the first.
+        """
+        gaps = step_sizes * self.l2
+        return gaps if self.batch_cap is None else np.minimum(gaps, 2 - step_sizes * self._steepest)
+
+    @property
+    def _steepest(self) -> float:
+        """Largest curvature of a batch of `batch_cap` records, divided by b, and of the regulariser."""
+        assert self.batch_cap is not None
+        return self.smoothness * self.batch_cap / self.expected_batch_size + self.l2
 
     @property
     def largest_batch(self) -> int:
-        """Largest batch with which a step at the first step size is a contraction."""
+        """Largest batch with which a step at the first step size contracts as it is taken to."""
+        if self.batch_cap is not None:
+            return self.batch_cap
         room = (2 / self.step_size - 2 * self.l2) / self.smoothness
         return math.floor(self.expected_batch_size * room * (1 + 1e-12))
 
     def shift_costs(self, horizons: np.ndarray) -> np.ndarray:
         r"""Squared mean, in units of sigma^2, of the Gaussian mechanism that hides the distance after R steps.
 
-        Steps shrink distances to ``c_t = 1 - eta_t l2`` of what they were; shifts a_t make up for the rest:
+        Steps shrink distances to c_t of what they were, ``1 - eta_t l2`` as a rule; shifts a_t make up for the rest:
         ``sum_t P_t a_t = P_0 D`` with ``P_t = prod_{s > t} c_s``, at the cost ``sum_t (a_t / eta_t)^2``. The least is
         ``P_0^2 D^2 / sum_t (P_t eta_t)^2``: ``D^2 / (eta^2 R)`` without a regulariser (Eq. 3.6 of the paper) and, with
         one, ``(1 - c^2) / (1 - c^{2R})`` of what the paper pays, which makes the whole shift in the last step (5.3).
@@ -161,14 +187,20 @@ class ProjectedSGD:
     def _reach(self, horizons: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """``P_0^2`` over the last R steps, and ``sum_t (P_t eta_t / eta)^2``, the variance of noise of variance 1."""
         if not self.decay:
-            shrinks = 2 * math.log1p(-self.step_size * self.l2)  # c^2 = exp(shrinks), exact for the smallest l2
+            shrinks = 2 * math.log1p(-self._gaps(self.step_size))  # c^2 = exp(shrinks), exact for the smallest l2
             counted = np.expm1(shrinks * horizons) / math.expm1(shrinks) if shrinks else horizons
             return np.exp(shrinks * horizons), counted
         # step sizes and products of contractions, from the last step backwards
         shares = np.arange(self.num_steps, 0, -1, dtype=np.float64)[: int(horizons.max())] ** -self.decay
-        products = np.concatenate([[1.0], np.cumprod(1 - self.step_size * shares * self.l2)])
+        products = np.concatenate([[1.0], np.cumprod(1 - self._gaps(self.step_size * shares))])
         sums = np.cumsum((products[:-1] * shares) ** 2)
         return products[horizons] ** 2, sums[horizons - 1]
+
+
+def batch_cap_of(num_examples: int, expected_batch_size: int, num_steps: int, delta: float) -> int:
+    """Size that no Poisson batch of the run reaches without the record, but for `OVERSIZED_SHARE` of delta."""
+    rare = OVERSIZED_SHARE * delta / num_steps * (1 - 1e-6)
+    return int(stats.binom.isf(rare, num_examples, expected_batch_size / num_examples)) + 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +243,7 @@ def last_iterate_epsilon(
         DPConfigError: if batches that are too large are not rare enough.
 
     References:
-        Altschuler and Talwar (2022), arXiv:2205.13710, Eq. (3.6); of (5.3), with a cheaper shift.
+        Altschuler and Talwar (2022), arXiv:2205.13710, Eq. (3.6); of (5.3), with a cheaper shift; Remarks 5.2 and 5.3.
         Bok, Su and Altschuler (2024), arXiv:2403.00278 (trade-off functions).
     """
     if not 0 < delta < 1:

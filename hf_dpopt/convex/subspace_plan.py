@@ -99,7 +99,7 @@ class SubspaceHeadConfig(HeadConfig):
         squares = _sums_of_squares(self.envelope, self.num_steps)[step - 1]
         return math.sqrt(1 - self.matrix_share) * step**self.envelope, math.sqrt(self.matrix_share / (2 * squares))
 
-    def sgd(self, num_examples: int, noise_multiplier: float) -> NoReturn:
+    def sgd(self, num_examples: int, noise_multiplier: float, delta: float) -> NoReturn:
         """Refuse the bound on the last iterate.
 
         Raises:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from typing import Any
 
 import numpy as np
 from dp_accounting import GaussianDpEvent
@@ -104,9 +105,9 @@ def check_geometry(report: Report) -> str:
     if fields.count("expected_batch_size") > fields.count("num_examples"):
         raise Contradiction("a batch is larger than the data")
     if is_last:
-        reach = fields.positive("step_size") * (fields.positive("smoothness") + 2 * fields.number("l2"))
-        if reach > 2 * (1 + SAME):
-            raise Contradiction(f"a step is no contraction: step size x curvature = {reach:g} is above 2")
+        steepest = 1 - float(_slopes(fields, fields.positive("step_size"))[1])
+        if steepest > 2 * (1 + SAME):
+            raise Contradiction(f"a step is no contraction: step size x curvature = {steepest:g} is above 2")
     return f"gradients of a record of at most sqrt(2) x {norm:g}"
 
 
@@ -128,17 +129,30 @@ def _leaves(fields: Fields) -> Leaves:
     return [(on_sample(q, noise * math.sqrt(1 - share)), horizon), (GaussianDpEvent(1 / shift), 1)]
 
 
+def _slopes(fields: Fields, eta: Any) -> tuple[Any, Any]:
+    """The largest and the least slope of a step without the record; a cap of batches counts for the steepest loss."""
+    l2, smoothness = fields.number("l2"), fields.positive("smoothness")
+    if not fields.has("batch_cap"):
+        return 1 - eta * l2, 1 - eta * (smoothness + 2 * l2)
+    return 1 - eta * l2, 1 - eta * (smoothness * fields.count("batch_cap") / fields.count("expected_batch_size") + l2)
+
+
 def _shift(fields: Fields, horizon: int, share: float) -> float:
     """Mean of the Gaussian that hides the distance of R steps before, in units of its noise.
 
     Steps backwards from the end: what they move counts as much as later steps leave of it.
     """
-    steps, l2, decay = fields.count("num_steps"), fields.number("l2"), fields.number("decay")
+    steps, decay = fields.count("num_steps"), fields.number("decay")
     eta = fields.positive("step_size") * np.arange(steps, steps - horizon, -1, dtype=float) ** -decay
-    kept = np.concatenate([[1.0], np.cumprod(1 - eta * l2)])
+    high, low = _slopes(fields, eta)
+    shrinks = np.maximum(high, -low) if fields.has("batch_cap") else high
+    kept = np.concatenate([[1.0], np.cumprod(shrinks)])
     batch, lipschitz = fields.count("expected_batch_size"), fields.positive("lipschitz")
     # without a ball: what a record adds to the distance in a step, and a step takes from it, are equal there
-    apart = fields.positive("diameter") if fields.has("head_radius") else lipschitz / (batch * fields.positive("l2"))
+    first = fields.positive("step_size")
+    high, low = _slopes(fields, first)
+    rate = (1 - max(high, -low)) / first if fields.has("batch_cap") else fields.number("l2")
+    apart = fields.positive("diameter") if fields.has("head_radius") else lipschitz / (batch * rate)
     distance = float(kept[-1]) * apart
     reach = math.sqrt(float(((kept[:-1] * eta) ** 2).sum()))
     noise = fields.positive("noise_multiplier") * lipschitz / batch
@@ -149,6 +163,7 @@ def _check_oversized(fields: Fields, horizon: int, q: float) -> None:
     """Batches that are too large for a contraction are paid for by a part of delta."""
     room = (2 / fields.positive("step_size") - 2 * fields.number("l2")) / fields.positive("smoothness")
     largest = math.floor(fields.count("expected_batch_size") * room * (1 + 1e-12))
+    largest = fields.count("batch_cap") if fields.has("batch_cap") else largest
     steps = horizon if fields.has("head_radius") else fields.count("num_steps")
     chance = steps * float(stats.binom.sf(largest - 1, fields.count("num_examples"), q))
     if chance > SHARE * fields.positive("delta") * (1 + 1e-6):

@@ -16,6 +16,7 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.convex.last_iterate import (
     LastIterate,
     ProjectedSGD,
+    batch_cap_of,
     calibrate_last_iterate,
     last_iterate_epsilon,
     plateau,
@@ -95,6 +96,60 @@ def test_strongly_convex_losses_need_no_ball(l2, noise, num_steps):
     assert apart <= setting.distance == pytest.approx(1 / (100 * l2))
     exact = get_epsilon_gaussian(noise / 100 * math.sqrt((kept**2).sum()) / apart, DELTA)
     assert exact * (1 - 1e-6) <= epsilon(setting) <= 1.15 * exact
+
+
+@pytest.mark.parametrize("batch, step_size, slack", [(1000, 1.55, 1.2), (1000, 1.65, 1.2), (20, 1.55, 2.0)])
+def test_steps_up_to_2_over_m_contract_less(batch, step_size, slack):
+    """Remark 5.3, on an example that is known exactly. The others' losses are ``w^2 / 2`` (M = 1, l2 = 0.2), so a step
+    overshoots: the sign of w turns, its size shrinks to c. The record's loss is Huber's, and pushes on in every step.
+
+    From far away its gradient is L in size, so both last iterates are Gaussians of one variance. Of all others there
+    are b, each in every batch; the bound has room for one more, which is its slack of small batches.
+    """
+    num_steps, noise, start, slope = 20, 20.0, 1e6, 1 - step_size * 1.2
+    cap = batch_cap_of(batch, batch, num_steps, DELTA)
+    assert cap == batch + 1 and step_size > 2 / 1.4
+    setting = run(
+        noise, math.inf, step_size, num_steps, num_examples=batch, expected_batch_size=batch, smoothness=1.0, l2=0.2,
+        batch_cap=cap,
+    )  # fmt: skip
+    ends = []
+    for has_record in (False, True):
+        w = start
+        for _ in range(num_steps):
+            w = slope * w - step_size * has_record * np.clip(w, -1.0, 1.0) / batch
+        ends.append(w)
+    apart, kept = abs(ends[1] - ends[0]), slope ** np.arange(num_steps)
+    assert apart == pytest.approx(step_size / batch * np.abs(kept).sum(), rel=1e-6) and apart <= setting.distance
+    stddev = step_size * noise / batch * math.sqrt((kept**2).sum())
+    assert min(map(abs, ends)) > 1e3 * stddev  # the noise never brings it near 0, where the gradient is smaller
+    exact = get_epsilon_gaussian(stddev / apart, DELTA)
+    assert exact * (1 - 1e-6) <= epsilon(setting) <= slack * exact
+    if batch == 1000:  # what a contraction to 1 - eta l2 would claim is not true
+        assert epsilon(Optimist(**vars(setting))) < exact
+
+
+class Optimist(ProjectedSGD):
+    """Takes long steps to contract like short ones."""
+
+    def _gaps(self, step_sizes):
+        return step_sizes * self.l2
+
+
+def test_long_steps_of_poisson_batches_are_paid_for_or_refused():
+    """Batches vary, and the contraction is that of the largest one that delta does not pay for."""
+    size = dict(num_examples=10_000, expected_batch_size=1000, num_steps=1000)
+    cap = batch_cap_of(*size.values(), DELTA)
+    assert 1000 * stats.binom.sf(cap - 1, 10_000, 0.1) <= 1e-3 * DELTA < 1000 * stats.binom.sf(cap - 3, 10_000, 0.1)
+    long = run(4.0, 0.1, 1.6, smoothness=0.5, l2=0.5, batch_cap=cap, **size)
+    found = last_iterate_epsilon(long, DELTA)
+    assert found.horizon is not None and found.epsilon > 0
+    assert epsilon(dataclasses.replace(long, decay=0.1)) > 0
+    assert 1 - long._gaps(1.6) == pytest.approx(1.6 * (0.5 * cap / 1000 + 0.5) - 1)
+    with pytest.raises(DPConfigError, match=r"above 2 / \(M B / b \+ l2\), batches having up to B = .* Use at most"):
+        dataclasses.replace(long, step_size=1.9)
+    with pytest.raises(DPConfigError, match=r"above 2 / \(M \+ 2 l2\)"):
+        dataclasses.replace(long, batch_cap=None)
 
 
 def test_without_a_ball_batches_of_all_steps_have_to_contract():

@@ -6,6 +6,7 @@ import math
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -227,6 +228,23 @@ def test_a_head_without_a_ball_is_stated_and_verified(tmp_path):
     assert folder.failed() == {"epsilon of the release"}
     folder.edit_plan(lambda plan: plan.update(l2=0.0))
     assert "geometry" in folder.failed()
+
+
+@pytest.mark.parametrize("head_radius", [1.5, None])
+def test_a_head_of_long_steps_is_verified_by_their_own_contraction(head_radius, tmp_path):
+    """R = 2 and l2 = 1: a step of 0.6 is above 2 / (M + 2 l2) = 0.5 and below 2 / (M + l2) = 0.67."""
+    long = dict(l2=1.0, learning_rate=0.6, expected_batch_size=N, num_steps=400, noise_multiplier=60.0)
+    made, _ = run(tmp_path, config(head_radius=head_radius, **long))
+    folder = Folder(tmp_path / "out", tmp_path / "forged")
+    assert made.plan.spent.horizon is not None and folder.report["batch_cap"] == N + 1 and not folder.failed()
+    folder.edit_plan(lambda plan: plan.update(batch_cap=N))  # every batch has so many
+    assert "epsilon of the release" in folder.failed()
+    folder.edit_plan(lambda plan: plan.pop("batch_cap"))
+    assert "geometry" in folder.failed()
+    shrink = 0.6 * (2 * (N + 1) / N + 1) - 1
+    assert made.plan.sgd.shift_costs(np.array([1])) == pytest.approx((shrink * made.plan.sgd.distance / 0.6) ** 2)
+    with pytest.raises(DPConfigError, match="Use at most 0.4"):  # batches of 60 vary too much
+        make_head_plan(config(**{**long, "expected_batch_size": 60}), num_examples=N)
 
 
 # --- refusals ---
