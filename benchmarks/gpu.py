@@ -34,8 +34,7 @@ import torch
 import whole_step
 from cases import SHAPES, Case, peak_mib, seconds, synchronize, versions
 
-from hf_dpopt.randomness.cipher import NOISE_SOURCES
-from hf_dpopt.randomness.source import NoiseSource
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 
 DEFAULT = ("roberta-large", "gpt2", "gpt2-medium", "gpt2-large")
 RECORDS = 1024  # of the logical step that the noise is compared with
@@ -92,11 +91,11 @@ def free(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def noise_ms(name: str, finetuning: str, source: type[NoiseSource], options: Any) -> float:
+def noise_ms(name: str, finetuning: str, options: Any) -> float:
     """Median milliseconds to draw the noise of one step for every trainable parameter and add it."""
     case = Case(dataclasses.replace(SHAPES[name], batch=1, tokens=8), finetuning, device=options.device)
     sums = {i: torch.zeros_like(p, dtype=torch.float32) for i, p in enumerate(case.trained.values())}
-    normals = source(bytes(range(32)))
+    normals = ChaCha20Gaussian(bytes(range(32)))
     times = []
     normals.add_to(sums, stddev=0.5, step=0)  # builds the kernel
     for step in range(1, options.repetitions + 1):
@@ -109,27 +108,24 @@ def noise_ms(name: str, finetuning: str, source: type[NoiseSource], options: Any
 
 
 def measure_noise(rows: list[Row], options: Any) -> list[dict[str, Any]]:
-    """Print and return normals per second of each source, and the share of noise in a step of `RECORDS` records."""
+    """Print and return normals per second, and the share of noise in a step of `RECORDS` records."""
     found = list[dict[str, Any]]()
-    print(
-        "\n| model | finetuning | parameters | stream | ms | normals/s | share of a step |\n|---|---|---|---|---|---|---|"
-    )
+    print("\n| model | finetuning | parameters | ms | normals/s | share of a step |\n|---|---|---|---|---|---|")
     for name in options.shapes:
         for finetuning in options.finetuning:
             trained = Case(dataclasses.replace(SHAPES[name], batch=1, tokens=8), finetuning).trained
             size = sum(p.numel() for p in trained.values())
             mine = [r for r in rows if (r.shape, r.finetuning, r.way) == (name, finetuning, "book_keeping")]
             fastest = max((row.records_per_s for row in mine), default=None)
-            for stream, source in NOISE_SOURCES.items():
-                ms = noise_ms(name, finetuning, source, options)
-                share = None if fastest is None else ms / (ms + 1e3 * RECORDS / fastest)
-                row = {"shape": name, "finetuning": finetuning, "parameters": size, "stream": stream, "ms": ms}
-                found.append({**row, "normals_per_s": 1e3 * size / ms, "share": share})
-                percent = "-" if share is None else f"{share:.1%} of {RECORDS} records"
-                print(
-                    f"| {name} | {finetuning} | {size / 1e6:.1f} million | {stream} | {ms:.2f} | "
-                    f"{1e3 * size / ms:.3g} | {percent} |", flush=True,
-                )  # fmt: skip
+            ms = noise_ms(name, finetuning, options)
+            share = None if fastest is None else ms / (ms + 1e3 * RECORDS / fastest)
+            row = {"shape": name, "finetuning": finetuning, "parameters": size, "ms": ms}
+            found.append({**row, "normals_per_s": 1e3 * size / ms, "share": share})
+            percent = "-" if share is None else f"{share:.1%} of {RECORDS} records"
+            print(
+                f"| {name} | {finetuning} | {size / 1e6:.1f} million | {ms:.2f} | "
+                f"{1e3 * size / ms:.3g} | {percent} |", flush=True,
+            )  # fmt: skip
     return found
 
 

@@ -28,7 +28,7 @@ from hf_dpopt.noise import (
     independent_noise,
 )
 from hf_dpopt.noise.tree import TreeAggregation
-from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 
 STRATEGIES: dict[str, NoiseStrategy] = {
     "BLT, 2 buffers": BufferedLinearToeplitz((0.97, 0.7), (0.9, 0.4)),
@@ -48,10 +48,10 @@ def measure(name: str, finetuning: str, repetitions: int, warm_up: int) -> list[
     sums = {n: torch.zeros(p.shape) for n, p in case.engine.parameters.items()}
     num = sum(t.numel() for t in sums.values())
     streams = {
-        label: strategy.stream(make_noise_source("secure", os.urandom(32)), scale=1.0, num_steps=10**4)
+        label: strategy.stream(ChaCha20Gaussian(os.urandom(32)), scale=1.0, num_steps=10**4)
         for label, strategy in STRATEGIES.items()
     }
-    independent = independent_noise(1.0).stream(make_noise_source("secure", os.urandom(32)), 1.0)
+    independent = independent_noise(1.0).stream(ChaCha20Gaussian(os.urandom(32)), 1.0)
     for stream in (independent, *streams.values()):
         for step in range(warm_up):
             stream.add_(sums, step)

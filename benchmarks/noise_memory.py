@@ -22,7 +22,7 @@ import torch
 
 from hf_dpopt.noise import BandedInverse, BandedToeplitz, NoiseStrategy
 from hf_dpopt.noise.streams import StreamCost
-from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 
 
 def ways(bands: int) -> dict[str, tuple[NoiseStrategy, str]]:
@@ -58,7 +58,7 @@ class Speed:
 def measure_speed(device: torch.device) -> Speed:
     """Speed of a device: the fastest of three short trials, after one that builds what is to be built."""
     num = TIMED.get(device.type, TIMED["cpu"])
-    source, total = make_noise_source("secure", bytes(32)), torch.zeros(num, device=device)
+    source, total = ChaCha20Gaussian(bytes(32)), torch.zeros(num, device=device)
 
     def now() -> float:
         if device.type == "cuda":
@@ -82,7 +82,7 @@ def measure(coordinates: int, bands: int, options: argparse.Namespace) -> list[d
     rows = []
     for way, (strategy, backend) in ways(bands).items():
         stream = strategy.stream(
-            make_noise_source("secure", os.urandom(32)),
+            ChaCha20Gaussian(os.urandom(32)),
             scale=1.0,
             num_steps=options.steps,
             backend=backend,

@@ -25,9 +25,8 @@ import torch
 from step_cost import Case, seconds
 
 from hf_dpopt.noise import NoiseStream, independent_noise
-from hf_dpopt.randomness import chacha, cipher
-from hf_dpopt.randomness.chacha import usable_cores
-from hf_dpopt.randomness.cipher import NOISE_SOURCES
+from hf_dpopt.randomness import chacha
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian, usable_cores
 
 NUM = 2**17  # of a trial: a millisecond, which other work seldom interrupts
 TRIALS = 300  # of a rate, in each repetition
@@ -37,42 +36,35 @@ KEY = bytes(range(32))
 @contextlib.contextmanager
 def cores(num: int) -> Iterator[None]:
     """Draw on that many cores."""
-    modules: tuple[Any, ...] = (chacha, cipher)
+    module: Any = chacha
     try:
-        for module in modules:
-            module.usable_cores = lambda: num
+        module.usable_cores = lambda: num
         yield
     finally:
-        for module in modules:
-            module.usable_cores = usable_cores
+        module.usable_cores = usable_cores
 
 
 def rates(repetitions: int) -> list[dict[str, Any]]:
-    """Normals a second of the fastest trial of each stream for each number of cores, and ratios to ChaCha20 on one core."""
-    kinds = [(stream, num) for num in sorted({1, usable_cores()}) for stream in NOISE_SOURCES]
-    total, found = {0: torch.zeros(NUM)}, dict[tuple[str, int], float]()
+    """Normals a second of the fastest trial for each number of cores, and ratios to one core."""
+    total, source, kinds = {0: torch.zeros(NUM)}, ChaCha20Gaussian(KEY), sorted({1, usable_cores()})
+    found = dict.fromkeys(kinds, 0.0)
     for repetition in range(repetitions * TRIALS):
-        for stream, num in kinds:
-            source = NOISE_SOURCES[stream](KEY)
+        for num in kinds:
             with cores(num):
                 start = time.perf_counter()
                 source.add_to(total, stddev=0.5, step=repetition)
-                found[stream, num] = max(found.get((stream, num), 0.0), NUM / (time.perf_counter() - start))
-    least = found["secure", 1]
+                found[num] = max(found[num], NUM / (time.perf_counter() - start))
     return [
-        {
-            "stream": stream, "cores": num, "normals_per_s": found[stream, num],
-            "to_secure_on_one_core": found[stream, num] / least,
-        }
-        for stream, num in kinds
-    ]  # fmt: skip
+        {"stream": source.stream, "cores": num, "normals_per_s": rate, "to_one_core": rate / found[1]}
+        for num, rate in found.items()
+    ]
 
 
 def step_costs(model: str, finetuning: str, torch_threads: int, repetitions: int) -> dict[str, Any]:
     """What the noise adds to a step without any, and as it is drawn."""
     torch.set_num_threads(torch_threads)
     case = Case(model, finetuning, "cpu", bf16=False)
-    of_now = independent_noise(1.0).stream(NOISE_SOURCES["secure"](KEY), 0.1)
+    of_now = independent_noise(1.0).stream(ChaCha20Gaussian(KEY), 0.1)
 
     def step(stream: NoiseStream | None, num_cores: int) -> tuple[float, float]:
         if stream is not None:
@@ -115,7 +107,7 @@ def main() -> None:
     found: dict[str, Any] = {"rates": rates(options.repetitions) if "rates" in options.parts else [], "steps": []}
     print("| stream | cores | normals/s | to ChaCha20 on one core |\n|---|---|---|---|")
     for row in found["rates"]:
-        ratio = f"x{row['to_secure_on_one_core']:.2f}"
+        ratio = f"x{row['to_one_core']:.2f}"
         print(f"| {row['stream']} | {row['cores']} | {row['normals_per_s'] / 1e6:.0f} million | {ratio} |", flush=True)
     print(
         "\n| model | finetuning | torch's threads | step without noise | noise adds, by the clock; in processor time |"

@@ -31,7 +31,7 @@ from hf_dpopt.clipping.thresholds import FlatClipping
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.sharding import give_back, local_of
 from hf_dpopt.noise import independent_noise
-from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from hf_dpopt.randomness.sharded import ShardedSource
 
 Step = Callable[[], None]
@@ -62,7 +62,7 @@ class Ways:
         self._case, self._num_batches, self._num_taken = case, num_batches, 0
         self._trained = {n: p for n, p in case.model.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(self._trained.values(), lr=1e-5, fused=case.device == "cuda")
-        self._source = ShardedSource(make_noise_source("secure", os.urandom(32)), current_ranks())
+        self._source = ShardedSource(ChaCha20Gaussian(os.urandom(32)), current_ranks())
         self._noise = independent_noise(1.0).stream(self._source, CLIPPING_NORM)
         self._engine = make_engine(case.model, FlatClipping(clipping_norm=CLIPPING_NORM), "book_keeping")
 

@@ -31,7 +31,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForS
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.thresholds import FlatClipping
 from hf_dpopt.noise import independent_noise
-from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from hf_dpopt.records.losses import RecordLosses
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -75,7 +75,7 @@ class Case:
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-5)
         self.engine = make_engine(self.model, FlatClipping(clipping_norm=0.1))
         self.losses = RecordLosses(self.model)
-        self.stream = independent_noise(1.0).stream(make_noise_source("secure", os.urandom(32)), 0.1)
+        self.stream = independent_noise(1.0).stream(ChaCha20Gaussian(os.urandom(32)), 0.1)
         self.step = 0
 
     def stock(self) -> None:

@@ -21,7 +21,7 @@ from flops import flops_per_record, utilisation
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.thresholds import FlatClipping
 from hf_dpopt.noise import independent_noise
-from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 
 WHOLE_WAYS = ("stock", "stock_compiled", "private", "private_two_pass", "without_noise")
 Step = Callable[[], None]
@@ -54,7 +54,7 @@ class Steps:
     def __init__(self, case: Case, num_batches: int, compiler: str):
         self._case, self._num_batches, self._compiler = case, num_batches, compiler
         self._optimizer = torch.optim.AdamW(case.trained.values(), lr=1e-5, fused=case.device == "cuda")
-        self._noise = independent_noise(1.0).stream(make_noise_source("secure", os.urandom(32)), CLIPPING_NORM)
+        self._noise = independent_noise(1.0).stream(ChaCha20Gaussian(os.urandom(32)), CLIPPING_NORM)
         self._num_taken = 0
 
     def stock(self) -> Step:

@@ -113,7 +113,6 @@ def main(argv: list[str]) -> None:
         plan,
         output_dir=training_args.output_dir,
         private_state_dir=training_args.private_state_dir,
-        noise_rng=training_args.noise_rng,
         declared={name: getattr(training_args, name) for name in DECLARED},
     )
     collate = DataCollatorWithPadding(tokenizer)

@@ -23,7 +23,7 @@ from hf_dpopt.convex.head_statement import write_statement
 from hf_dpopt.convex.softmax_gradients import gradient_sum
 from hf_dpopt.convex.state import HeadState
 from hf_dpopt.convex.subspace_plan import SubspaceHeadPlan
-from hf_dpopt.randomness.cipher import make_noise_source, source_of
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from hf_dpopt.randomness.source import NoiseSource
 from hf_dpopt.run.keys import Chain, new_chain, private_dir, private_folder
 from hf_dpopt.run.ledger import LEDGER
@@ -49,7 +49,6 @@ class HeadRun:
         plan: the plan to execute.
         output_dir: folder of the run; ledger and statement go to its folder `privacy`.
         private_state_dir: folder of key and state, never inside `output_dir`; None for the user's state directory.
-        noise_rng: "secure" or "fast"; see `make_noise_source`.
         declared: sentences of the statement, by the names of `RunFacts`: evaluation data, preprocessing.
 
     Raises:
@@ -62,7 +61,6 @@ class HeadRun:
         *,
         output_dir: str | Path,
         private_state_dir: str | Path | None = None,
-        noise_rng: str = "secure",
         declared: Mapping[str, str] | None = None,
     ):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 or collectives.world_size() > 1:
@@ -78,7 +76,6 @@ class HeadRun:
             )
         self._declared = dict(declared or {})
         self.plan, self.output_dir = plan, Path(output_dir)
-        self._noise_rng = noise_rng
         self._run: str | None = None
         self._private_state_dir = private_state_dir
         self._directory = private_dir(private_state_dir, output_dir)
@@ -125,8 +122,7 @@ class HeadRun:
         descent = self._start(num_labels, features, public)
         # a copy of this folder that shares the key would train other records with its noise: one process at a time
         with self._log() as log:
-            stream = source_of(self._noise_rng).stream
-            known = {**self.plan.public_dict(), "num_labels": num_labels, "noise_rng": stream}
+            known = {**self.plan.public_dict(), "num_labels": num_labels, "noise_rng": ChaCha20Gaussian.stream}
             known["num_features"] = features.size(1)  # a killed run goes on with weights of the same shape
             if public is not None:
                 known["public_records"] = digest_of({"features": public[0], "labels": public[1]})
@@ -139,7 +135,7 @@ class HeadRun:
             if kept is not None:
                 descent.load_state_dict(kept)
             first = 0 if kept is None else kept["step"]
-            source = make_noise_source(self._noise_rng, chain.noise_key)
+            source = ChaCha20Gaussian(chain.noise_key)
             self._descend(features, labels, chain, source, first, descent, state, progress)
             state.save(self.plan.config.num_steps, descent.state_dict())
             state.note_return()
@@ -152,7 +148,7 @@ class HeadRun:
                 raise DPConfigError(
                     f"{self.output_dir} records no training of a head, so there is nothing to state. Train it first."
                 )
-            noise = source_of(self._noise_rng).description
+            noise = ChaCha20Gaussian.description
             write_statement(self.output_dir, self.plan, num_labels, log.digest(), noise, self._declared)
             for path in log.keys.folder.glob("*head-*.pt*"):  # and what a kill left half-written
                 path.unlink()

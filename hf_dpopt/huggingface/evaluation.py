@@ -29,7 +29,7 @@ from hf_dpopt.huggingface.shards import is_in_shards
 from hf_dpopt.huggingface.storage_faults import found_by, open_log
 from hf_dpopt.plan.evaluation_budget import EvaluationBudget
 from hf_dpopt.plan.plan import PrivacyPlan
-from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from hf_dpopt.randomness.framework import keep_generators, reseed_from_the_system
 from hf_dpopt.records.collation import Collation, row_of
 from hf_dpopt.records.limits import Limits, padding_id_of
@@ -366,7 +366,7 @@ class EvaluationGuard:
 
     def _release(self, total: torch.Tensor, scores: Scores, budget: EvaluationBudget, size: int) -> dict[str, float]:
         """Metrics of the sum over all ranks with its noise: the only door."""
-        source = make_noise_source(self._args.noise_rng, os.urandom(KEY_BYTES))
+        source = ChaCha20Gaussian(os.urandom(KEY_BYTES))
         noise = source.normal(total.shape, step=0, tensor=0).double()
         released = total + noise * budget.noise_stddev
         return scores.read(released, size if budget.knows_size else None)

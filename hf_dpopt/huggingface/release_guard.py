@@ -31,7 +31,6 @@ from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.privacy_profile import meaning_of_plan
 from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.plan.vetting import unvetted_stages
-from hf_dpopt.randomness.cipher import FastGaussian, source_of
 from hf_dpopt.records.collation import tokenizer_of
 from hf_dpopt.report.facts import RunFacts, collect_versions
 from hf_dpopt.report.model_card import add_privacy_section, strip_training_losses
@@ -127,8 +126,6 @@ class ReleaseGuard:
             delta=plan.delta,
             steps_charged=spent.num_steps,
             steps_planned=plan.num_steps,
-            noise_generator="none yet" if session is None else source_of(plan.config.noise_rng).__name__,
-            secure=FastGaussian.stream not in plan.noise_generators(),
             chains=len(ledger.chains) if ledger else 0,
             steps_lost=ledger.num_lost if ledger else 0,
             world_size=collectives.world_size(),

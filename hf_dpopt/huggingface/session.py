@@ -215,7 +215,7 @@ class TrainingSession:
             logger.warning(f"NO PROTECTION: {said}")
         logger.info(
             f"Private training: {plan.describe_sampling()} Clipping: {plan.config.clipping} to "
-            f"{plan.config.clipping_norm:g}; noise multiplier {plan.noise_multiplier:.4f} ({plan.config.noise_rng}). "
+            f"{plan.config.clipping_norm:g}; noise multiplier {plan.noise_multiplier:.4f}. "
             f"Planned epsilon {plan.epsilon():.4g} at delta {plan.delta:g} after {plan.num_steps} steps; "
             f"{sum(run.charged)} already charged. Protected: each {'record' if plan.unit == 'example' else plan.unit} "
             f"({plan.adjacency}). Keys, to be kept private: {run.keys.folder}"

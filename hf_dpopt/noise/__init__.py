@@ -21,7 +21,6 @@ from hf_dpopt.noise.sensitivity import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy, from_parameters, is_whole
 from hf_dpopt.noise.streams import CorrelatedStream, NoiseStream, StreamCost
 from hf_dpopt.noise.workloads import Workload, linear_cooldown, momentum_workload, prefix_sum_workload
-from hf_dpopt.randomness.cipher import make_noise_source
 from hf_dpopt.randomness.source import NoiseSource
 
 __all__ = [
@@ -51,7 +50,6 @@ __all__ = [
     "independent_noise",
     "is_whole",
     "linear_cooldown",
-    "make_noise_source",
     "make_strategy",
     "momentum_workload",
     "optimize_banded",

@@ -132,7 +132,7 @@ class _RowsOfCopy(NoiseSource):
 
     def __init__(self, source: NoiseSource, copy: int, every: int):
         self._source, self._copy, self._every = source, copy, every
-        self.name, self.stream, self.description = source.name, source.stream, source.description  # type: ignore[misc]
+        self.stream, self.description = source.stream, source.description  # type: ignore[misc]
 
     def normal(
         self, shape: Sequence[int], *, step: int, tensor: int, device: torch.device | str = "cpu"

@@ -27,7 +27,6 @@ from hf_dpopt.plan.options import (
     OPTIONS,
     ClippingName,
     NoiseAtChanges,
-    NoiseRng,
     PrivacyUnit,
     UserWeighting,
     copy_option,
@@ -80,7 +79,6 @@ class PrivacyConfig:
     noise_kwargs: Mapping[str, Any] = copy_option("noise_kwargs")
     noise_restart_every: int | None = copy_option("noise_restart_every")
     noise_at_changes: NoiseAtChanges = copy_option("noise_at_changes")
-    noise_rng: NoiseRng = copy_option("noise_rng")
     preconditioner: str = copy_option("preconditioner")
     preconditioner_kwargs: Mapping[str, Any] = copy_option("preconditioner_kwargs")
     log_private_metrics: float | None = copy_option("log_private_metrics")

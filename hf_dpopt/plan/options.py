@@ -23,7 +23,6 @@ T = TypeVar("T")
 
 ClippingName = Literal["flat", "per_layer", "automatic"]
 NoiseAtChanges = Literal["auto", "carry_on", "restart"]
-NoiseRng = Literal["secure", "fast"]
 PrivacyUnit = Literal["example", "user", "block"]
 UserWeighting = Literal["constant", "mean"]
 AMPLIFICATION_SAMPLES = 4_000_000  # by default
@@ -234,11 +233,6 @@ class NoiseOptions:
         "Correlated noise when a preconditioner or clipping norm changes: continue or restart; auto continues where "
         "later steps take the noise back: docs/optimizers.md.",
         choices=get_args(NoiseAtChanges),
-    )
-    noise_rng: str = option(
-        "secure",
-        "secure: ChaCha20 (RFC 8439). fast: a statistical generator; the statement reports it.",
-        choices=get_args(NoiseRng),
     )
     amplification_samples: int = option(
         AMPLIFICATION_SAMPLES,

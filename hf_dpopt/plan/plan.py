@@ -24,7 +24,7 @@ from hf_dpopt.plan.private_metrics import PrivateMetrics
 from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.plan.release import EarlierRun, Release
 from hf_dpopt.preclip import Identity, Preclip
-from hf_dpopt.randomness.cipher import source_of
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from hf_dpopt.sampling import Sampler
 from hf_dpopt.sampling.sampler import Steps, as_chains
 
@@ -103,11 +103,6 @@ class PrivacyPlan:
             num_steps=self.noise_steps,
             backend=self.config.noise_backend,
         )
-
-    @property
-    def noise_stream(self) -> str:
-        """Name and version of the random stream that the noise is drawn from."""
-        return source_of(self.config.noise_rng).stream
 
     @property
     def sensitivity(self) -> float:
@@ -279,10 +274,6 @@ class PrivacyPlan:
             f"fails to find an error with probability at most {proof.failure:g})",
         )
 
-    def noise_generators(self) -> tuple[str, ...]:
-        """Random streams of the noise of this run and of the earlier ones, as ledgers name them."""
-        return (self.noise_stream, *(run.noise_rng for run in self.earlier))
-
     @functools.cached_property
     def record(self) -> PlanRecord:
         """The plan as it is written to ledgers and reports: what it runs, and what it is expected to spend."""
@@ -311,7 +302,7 @@ class PrivacyPlan:
             opening_noise=release.opening,
             private_metrics=None if self.private_metrics is None else self.private_metrics.parameters(),
             is_private=self.is_private,
-            noise_rng=self.noise_stream,
+            noise_rng=ChaCha20Gaussian.stream,
             num_steps=self.num_steps,
             target_epsilon=config.target_epsilon,
             epsilon=self.epsilon(),

@@ -309,7 +309,6 @@ class ChaCha20Gaussian(AddressedSource):
         Nir and Langley (2018), RFC 8439, Sec. 2.3 and 2.4. Box and Muller (1958), doi:10.1214/aoms/1177706645.
     """
 
-    name = "secure"
     stream = "chacha20/1"
     description = "ChaCha20 keystream (RFC 8439), 53-bit uniforms, float64 Box-Muller"
 

@@ -36,9 +36,9 @@ class ShardedSource(NoiseSource):
         ranks: the processes of the run.
     """
 
-    def __init__(self, source: NoiseSource, ranks: Ranks):
+    def __init__(self, source: AddressedSource, ranks: Ranks):
         self.whole = source
-        self.name, self.stream, self.description = source.name, source.stream, source.description  # type: ignore[misc]
+        self.stream, self.description = source.stream, source.description  # type: ignore[misc]
         self._ranks = ranks
         self._places: tuple[Place, ...] | None = None
 
@@ -69,16 +69,12 @@ class ShardedSource(NoiseSource):
         place = self._place_of(tensor, torch.Size(shape).numel())
         if not place.is_sharded:
             return self.whole.normal(shape, step=step, tensor=tensor, device=device)
-        if isinstance(self.whole, AddressedSource):
-            mine = torch.zeros(place.num, device=device)
-            self.whole.add_parts([Part(tensor, place.first, mine)], stddev=1.0, step=step)
-            return mine.view(torch.Size(shape))
-        # a source without addresses draws the whole tensor
-        whole = self.whole.normal(place.whole, step=step, tensor=tensor, device=device).view(-1)
-        return whole[place.first : place.first + place.num].clone().view(torch.Size(shape))
+        mine = torch.zeros(place.num, device=device)
+        self.whole.add_parts([Part(tensor, place.first, mine)], stddev=1.0, step=step)
+        return mine.view(torch.Size(shape))
 
     def add_to(self, totals: Mapping[int, torch.Tensor], *, stddev: float, step: int) -> None:
-        if not isinstance(self.whole, AddressedSource) or step >= FINGERPRINT_ROWS:
+        if step >= FINGERPRINT_ROWS:
             super().add_to(totals, stddev=stddev, step=step)
             return
         flat: list[Part] = []

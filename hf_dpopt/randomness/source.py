@@ -52,7 +52,6 @@ class NoiseSource(abc.ABC):
     A subclass writes `normal`; the rest is made of it.
     """
 
-    name: ClassVar[str] = "unnamed"  #: kind, as the option noise_rng spells it
     #: Name and version of the stream, which ledgers write: a resumed run draws from the same one.
     stream: ClassVar[str] = "unnamed"
     description: ClassVar[str] = ""  #: its description in a privacy statement

@@ -43,8 +43,6 @@ class RunFacts:
         steps_charged: steps in the ledger, over all resumes, branches and crashes.
         steps_planned: steps the noise was calibrated for.
         steps_lost: charged steps that made no update, for the run was killed before their release was on the disk.
-        noise_generator: class name of the generator of the noise.
-        secure: whether that generator is cryptographic.
         chains: noise keys used, one for each uninterrupted sequence of steps.
         world_size: processes of the last launch.
         ledger_digest: SHA-256 of the last ledger record.
@@ -74,8 +72,6 @@ class RunFacts:
     delta: float
     steps_charged: int
     steps_planned: int
-    noise_generator: str
-    secure: bool
     chains: int
     world_size: int
     ledger_digest: str

@@ -17,7 +17,7 @@ from hf_dpopt.accounting.best_of_runs import RunCount
 from hf_dpopt.accounting.delta import default_delta, sizes_with_default
 from hf_dpopt.accounting.profile import no_protection
 from hf_dpopt.preclip import PRECLIPS
-from hf_dpopt.randomness.cipher import describe_stream
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.meaning import SHOWN_GROUPS, attacker_sentence, percent
 from hf_dpopt.sampling import SAMPLERS
@@ -75,7 +75,7 @@ class StatementView:
             is_known_preclip=preclip.get("name") in {spec.name for spec, _ in PRECLIPS.values()},
             advised={n: f"{v:g}" if isinstance(v, float) else str(v) for n, v in plan.get("advised", {}).items()},
             sampling=SAMPLERS[law.pop("name")](**law).describe(unit),
-            noise_stream=describe_stream(plan["noise_rng"]),
+            noise_stream=ChaCha20Gaussian.description,
         )
 
 

@@ -29,7 +29,7 @@ from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.preclip import Preconditioning, PublicSource
-from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from hf_dpopt.randomness.sharded import ShardedSource
 from hf_dpopt.run.checkpoint import Manifest, clean, examine, refuse
 from hf_dpopt.run.dataset_ledger import DatasetBudget, charge_run
@@ -146,7 +146,7 @@ class PrivateRun:
             self.keys = Keys(folder)
             done = self.charged[-1] if self.recovery is None else self.recovery.first - 1 - self.first_step
             self._taken = done  # steps of this chain that the model has taken
-            drawn_from = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
+            drawn_from = ChaCha20Gaussian(self.chain.noise_key)
             self._shards = ShardedSource(drawn_from, self.ranks) if is_sharded else None
             source, first = self._shards or drawn_from, self.first_step + 1
             num_steps = max(1, plan.num_steps - self.first_step)
@@ -508,7 +508,7 @@ class PrivateRun:
             )
         self._door = _Door.OPENED
         units = opening.sensitivity(self.plan.clipper.clipping_norm) * SENSITIVITY_FACTOR[self.plan.adjacency]
-        source = make_noise_source(self.plan.config.noise_rng, opening_key(self.chain.noise_key))
+        source = ChaCha20Gaussian(opening_key(self.chain.noise_key))
         for tensor, name in enumerate(sorted(sums)):
             total = sums[name]
             if self.plan.noise_multiplier > 0:

@@ -30,7 +30,7 @@ REFUSED = (
 SAME_IN_ALL_RUNS = (
     "target_delta", "allow_large_delta", "expected_batch_size", "gradient_accumulation_steps", "sampling", "adjacency",
     "privacy_unit", "user_id_column", "records_per_user", "num_train_epochs", "max_steps", "noise_mechanism",
-    "noise_kwargs", "noise_restart_every", "noise_at_changes", "noise_rng", "amplification_samples", "preconditioner",
+    "noise_kwargs", "noise_restart_every", "noise_at_changes", "amplification_samples", "preconditioner",
     "preconditioner_kwargs", "eval_data_privacy", "journal_limit", "logging_dir",
 )  # fmt: skip
 

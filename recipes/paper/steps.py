@@ -14,11 +14,12 @@ import torch
 from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.types import ClippedSums, Released
-from hf_dpopt.noise import NoiseMechanism, make_noise_source
+from hf_dpopt.noise import NoiseMechanism
 from hf_dpopt.noise.mechanism import MechanismLevel
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.preclip import Identity, queries
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from hf_dpopt.run.step import write_gradients
 
 Scales = Sequence[Scale | None]
@@ -71,7 +72,7 @@ class PrivateSteps:
         self._plan, self._clipped_sums, (self._sampling_key, noise_key) = plan, clipped_sums, keys
         mechanism = plan.mechanism if mechanism is None else mechanism
         sensitivity = plan.sensitivity if sensitivity is None else sensitivity
-        self._noise = mechanism.stream(make_noise_source("fast", noise_key), sensitivity, first_step=1)
+        self._noise = mechanism.stream(ChaCha20Gaussian(noise_key), sensitivity, first_step=1)
         self._batch, self.steps_done = plan.config.expected_batch_size, 0
         self.before, self.released = ClippedSums({}), Released({})
         self.stddev = self._noise.draw_stddev / self._batch

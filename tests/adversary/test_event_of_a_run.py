@@ -52,7 +52,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     "noise_at_changes": {
         **BANDED, "preconditioner": "dp2_rmsprop", "preconditioner_kwargs": {"delay": 2}, "noise_at_changes": "carry_on",
     },
-    "noise_rng": {"noise_rng": "fast"},
     "preconditioner": {"preconditioner": "one_query", "preconditioner_kwargs": {"query_noise": 2.0}},
     "preconditioner_kwargs": {"preconditioner": "quantile", "preconditioner_kwargs": {"count_noise": 0.1}},
     "log_private_metrics": {"log_private_metrics": 0.1, "private_metrics_kwargs": {"loss_bound": 2.0}},

@@ -411,7 +411,7 @@ def released(folder: Path, make: Callable[[], dict[str, Any]], records: list[Any
     with torch.no_grad():
         options["model"].classifier.weight.mul_(100)
     with (
-        mock.patch.object(evaluation, "make_noise_source", lambda *a: _Silent()),
+        mock.patch.object(evaluation, "ChaCha20Gaussian", lambda *a: _Silent()),
         mock.patch.object(
             Scores, "read", lambda self, total, num: (sums.append(total.clone()), read(self, total, num))[1]
         ),

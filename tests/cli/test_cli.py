@@ -200,8 +200,6 @@ def output_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         delta=plan.delta,
         steps_charged=5,
         steps_planned=5,
-        noise_generator="ChaCha20Gaussian",
-        secure=True,
         chains=1,
         world_size=1,
         ledger_digest=digest,

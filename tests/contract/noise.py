@@ -17,7 +17,7 @@ from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.record import PlanRecord
-from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from hf_dpopt.randomness.source import NoiseSource
 
 NUM_EXAMPLES, BATCH_SIZE, NUM_STEPS = 100, 25, 12  # an epoch of 4 steps, 3 participations
@@ -32,7 +32,7 @@ class CountedSource(NoiseSource):
     name = description = "counted"
 
     def __init__(self) -> None:
-        self._source = make_noise_source("secure", KEY)
+        self._source = ChaCha20Gaussian(KEY)
         self.asked: list[tuple[int, int]] = []
 
     def normal(

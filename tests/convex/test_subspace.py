@@ -14,7 +14,7 @@ from scipy import optimize, stats
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.convex import adagrad, clip_features, head_training, make_head_plan, make_subspace_plan
 from hf_dpopt.convex.adagrad import SubspaceDescent
-from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from hf_dpopt.verify import verify
 from tests.convex.heads import K, M, N, begin, clipped, data, plain, run
 from tests.convex.heads import in_subspace as config
@@ -146,7 +146,7 @@ def test_a_run_equals_a_slow_loop(tmp_path, keys, changes):
     asked = config(**changes)
     private, public = clipped(asked), clipped(asked, M, seed=7)
     made, weights = run(tmp_path, asked)
-    source = make_noise_source("secure", keys[0].noise_key)
+    source = ChaCha20Gaussian(keys[0].noise_key)
     slow = slow_loop(
         asked,
         [values.double().numpy() if values.is_floating_point() else values.numpy() for values in private],

@@ -13,7 +13,7 @@ from scipy import stats
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.convex import HeadRun, clip_features, head_training, make_head_plan, recorded_head_plan
-from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from tests.adversary import forging
 from tests.convex.heads import H, K, N, begin, clipped, data, run
 from tests.convex.heads import plain as config
@@ -113,7 +113,7 @@ def test_a_run_equals_a_slow_loop(tmp_path, keys, changes):
     made, weights = run(tmp_path, asked)
     features, labels = clipped(asked)
     features = features.double()
-    source = make_noise_source("secure", keys[0].noise_key)
+    source = ChaCha20Gaussian(keys[0].noise_key)
     slow = torch.zeros(K, features.size(1), dtype=torch.float64)
     for step in range(1, 41):
         gradient = torch.zeros_like(slow)

@@ -22,7 +22,7 @@ from hf_dpopt.noise import MECHANISMS
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
-from hf_dpopt.randomness.cipher import make_noise_source, source_of
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.statement import render_statement
 from hf_dpopt.sampling import SAMPLERS
@@ -77,7 +77,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one query, nu": {"preconditioner": "one_query", "noise_mechanism": "nu_dpftrl", "noise_kwargs": {"nu": 0.05}},
     "AdaDPS": {"preconditioner": "adadps"},
     "public subspace": {"preconditioner": "subspace"},
-    "fast generator": {"noise_rng": "fast"},
     "balls in bins, certified": {
         "noise_mechanism": "blt", "sampling": "balls_in_bins", "noise_multiplier": 4.0, "target_delta": 4e-4,
         "amplification_samples": 200_000,
@@ -130,8 +129,7 @@ def statement(make: Callable[[], PrivacyPlan]) -> str:
     facts = RunFacts(
         plan=plan.record.to_json(), epsilon_spent=plan.epsilon(), epsilon_replace_one=plan.epsilon_replace_one(),
         delta=plan.delta, steps_charged=plan.num_steps, steps_planned=plan.num_steps, chains=1,
-        noise_generator=source_of(plan.config.noise_rng).__name__, secure=plan.config.noise_rng == "secure", world_size=1,
-        ledger_digest="ab" * 32, self_check="passed",
+        world_size=1, ledger_digest="ab" * 32, self_check="passed",
         unsafe=plan.config.unsafe_fixed_noise_key is not None, model_class="RobertaForSequenceClassification",
         num_trainable=123457, versions={"torch": "9.8.7"},
     )  # fmt: skip
@@ -150,7 +148,6 @@ def streams() -> dict[str, dict[str, Any]]:
                 kwargs = OPTIONS.get(name, {}) | ({} if name == "gaussian" else {"backend": backend})
                 made[f"{name}, {backend}"] = {"noise_mechanism": name, "noise_kwargs": kwargs}
     made["blt, restarted"] = {"noise_mechanism": "blt", "noise_restart_every": 4}
-    made["gaussian, fast"] = {"noise_mechanism": "gaussian", "noise_rng": "fast"}
     return made
 
 
@@ -159,7 +156,7 @@ def stream_outputs(config: dict[str, Any]) -> list[dict[str, Any]]:
     made = PrivacyConfig(**(BASE | {"sampling": "auto"} | config))
     try:
         plan = make_plan(made, num_examples=NUM_EXAMPLES, num_steps=PLANNED_STEPS)
-        source = make_noise_source(made.noise_rng, bytes.fromhex(KEY))
+        source = ChaCha20Gaussian(bytes.fromhex(KEY))
         stream = plan.mechanism.stream(source, plan.sensitivity, first_step=1, num_steps=NUM_STEPS)
     except DPConfigError:  # trees draw in one way only
         return []

@@ -121,7 +121,7 @@ def test_every_value_that_a_page_gives_an_option_is_one_of_its_choices(repo: Pat
                 if value not in values | own:
                     wrong.append(f"{page.name}: {name} {value}, of {sorted(values)}")
     assert not wrong, "\n".join(wrong)
-    assert len(seen) > 10
+    assert len(seen) >= 10
 
 
 def test_every_paper_of_the_index_leads_somewhere(repo: Path) -> None:

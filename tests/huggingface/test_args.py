@@ -49,7 +49,6 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "public_batch_size": ("8", 8),
     "public_mirror_descent": ("linear", "linear"),
     "average_iterate": ("tail", "tail"),
-    "noise_rng": ("fast", "fast"),
     "private_state_dir": ("/secret/place", "/secret/place"),
     "journal_limit": ("0.5", 0.5),
     "log_unprivatized": ("True", True),
@@ -96,7 +95,7 @@ def test_all_flags_at_once_and_back_from_a_file(parse, cls, tmp_path):
     assert {name: getattr(again, name) for name in FIELDS} == values
 
 
-@pytest.mark.parametrize("name", ["clipping", "adjacency", "privacy_unit", "noise_rng", "eval_data_privacy"])
+@pytest.mark.parametrize("name", ["clipping", "adjacency", "privacy_unit", "eval_data_privacy"])
 def test_closed_choices_are_refused_on_the_command_line(parse, name, capsys):
     with pytest.raises(SystemExit):
         parse(DPTrainingArguments, f"--{name}", "nonsense")

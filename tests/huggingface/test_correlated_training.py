@@ -184,7 +184,6 @@ def test_a_longer_run_that_was_interrupted_continues_its_own_noise(tmp_path):
     "changes, field",
     [
         ({"noise_kwargs": {"num_buffers": 1}}, "noise_kwargs"),
-        ({"noise_rng": "fast"}, "noise_rng"),
         ({"noise_mechanism": "honaker", "noise_kwargs": None}, "noise_mechanism"),
         ({"noise_restart_every": 4}, "noise_restart_every"),
         ({"adjacency": "replace_one"}, "adjacency"),

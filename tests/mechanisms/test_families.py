@@ -10,9 +10,10 @@ import scipy.stats
 import torch
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise import MECHANISMS, make_noise_source
+from hf_dpopt.noise import MECHANISMS
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 
 ALPHA = 1e-8  # two-sided false-alarm probability per case, whatever the key
 SENSITIVITY, MULTIPLIER, NUM_STEPS = 0.5, 0.7, 12
@@ -31,18 +32,13 @@ def mechanism_of(name: str):
     return make_plan(config, num_examples=100, num_steps=NUM_STEPS).mechanism
 
 
-@pytest.fixture(params=["secure", "fast"])
-def kind(request) -> str:
-    return request.param
-
-
 @pytest.fixture(params=sorted(VARIANTS))
 def mechanism(request):
     return mechanism_of(request.param)
 
 
-def _stream(mechanism, kind="secure", key=None):
-    source = make_noise_source(kind, os.urandom(32) if key is None else key)
+def _stream(mechanism, key=None):
+    source = ChaCha20Gaussian(os.urandom(32) if key is None else key)
     return mechanism.stream(source, SENSITIVITY, first_step=1)
 
 
@@ -53,9 +49,9 @@ def _zeros() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow_but(12)
-def test_every_coordinate_of_every_tensor_is_noised_in_every_step(mechanism, kind):
+def test_every_coordinate_of_every_tensor_is_noised_in_every_step(mechanism):
     """Of 1e5 coordinates: in later steps two draws cancel exactly, in float32, with probability 4e-8 each."""
-    stream, previous = _stream(mechanism, kind), _zeros()
+    stream, previous = _stream(mechanism), _zeros()
     zeros = {name: torch.zeros(total.shape, dtype=torch.int64) for name, total in previous.items()}
     for step in (1, 2, 3):
         sums = _zeros()
@@ -70,12 +66,12 @@ def test_every_coordinate_of_every_tensor_is_noised_in_every_step(mechanism, kin
     assert all((count < 2).all() for count in zeros.values())
 
 
-def test_noise_has_the_claimed_law_in_every_step(mechanism, kind):
+def test_noise_has_the_claimed_law_in_every_step(mechanism):
     """Chi-square on the energy of the 30,096 coordinates of every step, against `row_norm`, at level ALPHA.
 
     Power: a stddev off by 4% is caught with probability > 0.999.
     """
-    stream = _stream(mechanism, kind)
+    stream = _stream(mechanism)
     sizes = {"a": 20_000, "b": 96, "c": 10_000}
     low, high = scipy.stats.chi2.ppf([ALPHA / 2 / NUM_STEPS, 1 - ALPHA / 2 / NUM_STEPS], df=sum(sizes.values()))
     for step in range(1, NUM_STEPS + 1):
@@ -87,10 +83,10 @@ def test_noise_has_the_claimed_law_in_every_step(mechanism, kind):
 
 
 @pytest.mark.slow_but(12)
-def test_noise_is_added_to_what_is_there(mechanism, kind):
+def test_noise_is_added_to_what_is_there(mechanism):
     """The release minus the sum is the noise that an empty batch would have got, whatever the order of the dict."""
     key = os.urandom(32)
-    streams = [_stream(mechanism, kind, key) for _ in "12"]
+    streams = [_stream(mechanism, key) for _ in "12"]
     noise, sums = _zeros(), {n: torch.randn_like(t) for n, t in reversed(_zeros().items())}
     released = {n: t.clone() for n, t in sums.items()}
     streams[0].add_(noise, 1)

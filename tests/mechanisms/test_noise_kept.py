@@ -7,13 +7,13 @@ import torch
 
 from hf_dpopt.noise import BandedInverse
 from hf_dpopt.noise.streams import HistoryStream
-from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 
 STEPS, SIZE, KEY = 20, 300, bytes(range(32))
 
 
 def _stream(strategy, **options):
-    return strategy.stream(make_noise_source("secure", KEY), scale=0.7, num_steps=STEPS, **options)
+    return strategy.stream(ChaCha20Gaussian(KEY), scale=0.7, num_steps=STEPS, **options)
 
 
 def _noise(stream, steps) -> list[torch.Tensor]:
@@ -29,7 +29,7 @@ def test_a_window_keeps_what_later_steps_use_and_changes_no_bit(bands):
     strategy = BandedInverse.of_nu(bands)
     windowed = _stream(strategy, backend="history")
     whole = HistoryStream(
-        strategy.rows(STEPS), make_noise_source("secure", KEY), scale=0.7, num_steps=STEPS,
+        strategy.rows(STEPS), ChaCha20Gaussian(KEY), scale=0.7, num_steps=STEPS,
     )  # fmt: skip
     for one, other in zip(_noise(windowed, range(12)), _noise(whole, range(12)), strict=True):
         assert torch.equal(one, other)

@@ -11,13 +11,14 @@ import pytest
 import scipy.stats
 import torch
 
-from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.randomness import chacha, cipher
-from hf_dpopt.randomness.cipher import CHUNK, NOISE_SOURCES, make_noise_source, random_words, source_of
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
+from hf_dpopt.randomness.cipher import random_words
 from hf_dpopt.randomness.source import derive_key
 from tests.reference import randomness as reference
 
-KINDS, HALF = [*NOISE_SOURCES], CHUNK // 2
+CHUNK = 2**14
+HALF = CHUNK // 2
 
 
 @pytest.fixture
@@ -68,28 +69,25 @@ def test_words_equal_counter_mode_by_hand(key, num):
 # --- the stream ---
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_normals_do_not_depend_on_shape_or_threads(key, kind, monkeypatch):
-    source = source_of(kind)(key)
+def test_normals_do_not_depend_on_shape_or_threads(key, monkeypatch):
+    source = ChaCha20Gaussian(key)
 
     def use(threads):
-        for module in (chacha, cipher):
-            monkeypatch.setattr(module, "usable_cores", lambda: threads)
+        monkeypatch.setattr(chacha, "usable_cores", lambda: threads)
 
     use(1)
     num = 9 * CHUNK + 4321
     flat = source.normal((num,), step=2, tensor=1)
     for threads in (2, 3, 8):
         use(threads)
-        assert torch.equal(source_of(kind)(key).normal((num,), step=2, tensor=1), flat)
+        assert torch.equal(ChaCha20Gaussian(key).normal((num,), step=2, tensor=1), flat)
     assert torch.equal(source.normal((3, CHUNK, 3), step=2, tensor=1).flatten(), flat[: 9 * CHUNK])
     assert torch.equal(source.normal((7,), step=2, tensor=1), flat[:7])
     assert source.normal((), step=2, tensor=1).shape == () and source.normal((0, 4), step=2, tensor=1).shape == (0, 4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_normals_ignore_and_leave_the_global_generators(key, kind):
-    source = source_of(kind)(key)
+def test_normals_ignore_and_leave_the_global_generators(key):
+    source = ChaCha20Gaussian(key)
     torch.manual_seed(1)
     np.random.seed(1)
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
@@ -103,48 +101,41 @@ def test_normals_ignore_and_leave_the_global_generators(key, kind):
 # --- the law ---
 
 
-def _draw(kind: str, num: int) -> np.ndarray:
-    """float64 normals under a fresh key; "half_sum" is what a CUDA device runs, here on torch's CPU generator."""
-    if kind == "half_sum":
-        generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little"))
-        return cipher._half_sum_of_four((num,), generator).double().numpy()
-    return source_of(kind)(os.urandom(32)).normal((num,), step=1, tensor=0).double().numpy()
+def _draw(num: int) -> np.ndarray:
+    """float64 normals under a fresh key."""
+    return ChaCha20Gaussian(os.urandom(32)).normal((num,), step=1, tensor=0).double().numpy()
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "half_sum"])
-def test_distribution(kind):
+def test_distribution():
     """Kolmogorov-Smirnov on 1e5 draws at level 1e-7 (distance 0.0092).
 
     Power: a mean off by 0.035 or a stddev off by 5% is caught with probability > 0.99; the energy test is sharper.
     """
-    assert scipy.stats.kstest(_draw(kind, 100_000), "norm").pvalue > 1e-7
+    assert scipy.stats.kstest(_draw(100_000), "norm").pvalue > 1e-7
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "half_sum"])
-def test_energy(kind):
+def test_energy():
     """Chi-square on 1e6 draws at level 1e-6. Power: a stddev off by 0.7% is caught with probability > 0.999."""
-    energy = np.square(_draw(kind, 1_000_000)).sum()
+    energy = np.square(_draw(1_000_000)).sum()
     low, high = scipy.stats.chi2.ppf([5e-7, 1 - 5e-7], df=1_000_000)
     assert low < energy < high
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_tail(kind):
+def test_tail():
     """|z| > 4 in 1e7 draws: 633 expected; exact binomial interval of false-alarm probability 1e-7."""
-    count = int((np.abs(_draw(kind, 10_000_000)) > 4).sum())
+    count = int((np.abs(_draw(10_000_000)) > 4).sum())
     low, high = scipy.stats.binom.ppf([5e-8, 1 - 5e-8], 10_000_000, 2 * scipy.stats.norm.sf(4))
     assert low <= count <= high
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_streams_are_independent(key, kind):
+def test_streams_are_independent(key):
     """Correlation of values and of squares between steps, tensors, keys, chunks, halves of a chunk and neighbours.
 
     Each sqrt(N) * correlation is N(0, 1), N >= 2^18; the false-alarm probability of all together is below 2e-7 (1e-7,
     and the skewness of the squares). Power: a correlation of 1.5% is caught with probability > 0.95, reuse always.
     """
     num = 32 * CHUNK
-    source, other = source_of(kind)(key), source_of(kind)(os.urandom(32))
+    source, other = ChaCha20Gaussian(key), ChaCha20Gaussian(os.urandom(32))
     streams = [source.normal((num,), step=s, tensor=t) for s, t in [(1, 0), (2, 0), (1, 1), (0, 1), (0, 256)]]
     first, *_ = streams = [z.double().numpy() for z in [*streams, other.normal((num,), step=1, tensor=0)]]
     halves = first.reshape(-1, 2, HALF).transpose(1, 0, 2).reshape(2, -1)
@@ -156,25 +147,16 @@ def test_streams_are_independent(key, kind):
             assert abs(np.corrcoef(f(a), f(b))[0, 1]) * math.sqrt(len(a)) < bound
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_source_names_itself_and_hides_its_key(key, kind):
-    source = source_of(kind)(key)
-    assert source.name == kind and ("statistical PRNG" in source.description) == (kind == "fast")
-    assert key.hex() not in repr(source)
-
-
-def test_unknown_kind_is_refused(key):
-    with pytest.raises(DPConfigError, match=r"noise_rng='torch' is not a noise source. Use one of 'secure'.*'fast'"):
-        make_noise_source("torch", key)
+def test_a_source_hides_its_key(key):
+    assert key.hex() not in repr(ChaCha20Gaussian(key))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("kind", KINDS)
-def test_cuda_device(key, kind):
+def test_cuda_device(key):
     """Same law and purity on the device: chi-square on 1e6 draws at level 1e-6."""
-    z = source_of(kind)(key).normal((1_000_000,), step=1, tensor=0, device="cuda")
+    z = ChaCha20Gaussian(key).normal((1_000_000,), step=1, tensor=0, device="cuda")
     assert z.device.type == "cuda" and z.dtype == torch.float32
-    assert torch.equal(z, source_of(kind)(key).normal((1_000_000,), step=1, tensor=0, device="cuda"))
-    assert not torch.equal(z, source_of(kind)(key).normal((1_000_000,), step=2, tensor=0, device="cuda"))
+    assert torch.equal(z, ChaCha20Gaussian(key).normal((1_000_000,), step=1, tensor=0, device="cuda"))
+    assert not torch.equal(z, ChaCha20Gaussian(key).normal((1_000_000,), step=2, tensor=0, device="cuda"))
     low, high = scipy.stats.chi2.ppf([5e-7, 1 - 5e-7], df=1_000_000)
     assert low < z.double().square().sum().item() < high

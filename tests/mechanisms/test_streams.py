@@ -14,7 +14,7 @@ from hf_dpopt.noise import tree as tree_stream
 from hf_dpopt.noise.dense import DenseStrategy
 from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.noise.tree import TreeAggregation, _tree
-from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from tests.mechanisms.strategies.cases import strategies
 
 N, SCALE, KEY = 23, 0.7, bytes(range(32))
@@ -35,7 +35,7 @@ CASES += [(name, "auto") for name in TREES]
 
 
 def _source():
-    return make_noise_source("secure", KEY)
+    return ChaCha20Gaussian(KEY)
 
 
 def _stream(name, backend="auto", **options):

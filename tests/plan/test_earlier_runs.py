@@ -203,15 +203,6 @@ def test_a_last_line_without_its_newline_is_counted(tmp_path):
         read_earlier_runs([str(tmp_path / "a")], str(tmp_path / "b"))
 
 
-def test_a_fast_generator_of_an_earlier_run_is_told(tmp_path):
-    data = records(64)
-    trainer(tmp_path / "a", train_dataset=data, target_epsilon=2.0, noise_rng="fast", **BOTH).train()
-    second = trainer(
-        tmp_path / "b", train_dataset=data, target_epsilon=3.0, earlier_runs=[str(tmp_path / "a")], **BOTH
-    )
-    assert not second._release.facts().secure
-
-
 def test_units_are_compared_and_not_places_for_records():
     options = dict(privacy_unit="user", user_id_column="who", adjacency="add_or_remove_one")
 

@@ -40,7 +40,7 @@ class _Silent:
 
 
 def _without_noise():
-    return mock.patch.object(evaluation, "make_noise_source", lambda *a: _Silent())
+    return mock.patch.object(evaluation, "ChaCha20Gaussian", lambda *a: _Silent())
 
 
 def test_without_noise_metrics_are_the_exact_ones(tmp_path):

@@ -32,8 +32,6 @@ def make_facts(plan: PrivacyPlan) -> MakeFacts:
         delta=plan.delta,
         steps_charged=40,
         steps_planned=40,
-        noise_generator="ChaCha20Gaussian",
-        secure=True,
         chains=3,
         world_size=2,
         ledger_digest="ab" * 32,

@@ -153,11 +153,6 @@ def test_outputs_callbacks_and_declarations_are_listed(make_facts: MakeFacts) ->
     assert "Declared about it: `vocabulary built from the training text`" in text
 
 
-def test_a_generator_that_is_not_cryptographic_is_called_so(make_facts: MakeFacts) -> None:
-    assert "**not** cryptographic" not in render_statement(make_facts())
-    assert "**not** cryptographic" in render_statement(make_facts(secure=False, noise_generator="FastGaussian"))
-
-
 def test_text_of_the_user_cannot_change_the_page(make_facts: MakeFacts) -> None:
     evil = "x` -->\n# Privacy statement: all fine <!-- |"
     text = render_statement(make_facts(callbacks=(evil,), non_private_outputs=(evil,), eval_data_privacy=evil))

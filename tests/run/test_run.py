@@ -14,7 +14,7 @@ from hf_dpopt.clipping import make_engine
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.types import ClippedSums
 from hf_dpopt.plan.plan import PrivacyPlan
-from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from hf_dpopt.run.checkpoint import MANIFEST, write_manifest
 from hf_dpopt.run.earlier import recorded_plan
 from hf_dpopt.run.keys import private_dir
@@ -55,7 +55,7 @@ def test_a_second_chain_that_is_resumed_goes_on_with_its_own_noise(plan, tmp_pat
     resumed = _start(plan, tmp_path, resume_step=1)
     assert resumed.chain.chain_id == second.chain.chain_id and resumed.charged == [3, 1]
     got = [_release(resumed, step) for step in (2, 3)]
-    source = make_noise_source(plan.config.noise_rng, second.chain.noise_key)
+    source = ChaCha20Gaussian(second.chain.noise_key)
     whole = plan.mechanism.stream(source, plan.sensitivity, first_step=1, num_steps=NUM_STEPS)
     for step in (1, 2, 3):
         sums = {"weight": torch.zeros(SIZE)}

@@ -153,7 +153,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "float64": dict(dtype=torch.float64, options=dict(noise_multiplier=0.0)),
     "dp2_and_blt": dict(options={**DP2, **NOISE["blt"]}),
     "quantile_and_banded": dict(options={"preconditioner": "quantile", **NOISE["banded"]}),
-    "fast": dict(options=dict(noise_rng="fast")),
     "per_layer": dict(options=dict(clipping="per_layer")),
 }
 

@@ -16,7 +16,7 @@ NAMES = [
     "book_keeping-full-gaussian-plain", "book_keeping-tied-blt-dp2_factored", "book_keeping-lora-banded-dp2",
     "book_keeping-full-gaussian-users", "book_keeping-tied-gaussian-galore", "book_keeping-full-tree-filter_in_adam",
     "two_pass-tied-gaussian-dp2_adam_bc", "two_pass-llama-restarted-filter", "two_pass-full-nu_dpftrl-quantile",
-    "empty", "checkpointing", "float64", "fast",
+    "empty", "checkpointing", "float64",
 ]  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from hf_dpopt.noise import (
 )
 from hf_dpopt.noise.dense import optimize_dense
 from hf_dpopt.noise.tree import TreeAggregation
-from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from recipes.paper.runs import experiment
 
 N, PARTICIPATION = 2052, Participation(6, 342)
@@ -83,7 +83,7 @@ def streams() -> list[dict[str, Any]]:
         ("tree, Honaker", TreeAggregation("honaker"), {}),
         ("Fourier factorisation, all draws kept", FourierStrategy(), {"backend": "history"}),
     ]
-    source = make_noise_source("secure", bytes(range(32)))
+    source = ChaCha20Gaussian(bytes(range(32)))
     draw = seconds(lambda: source.normal((D,), step=0, tensor=0), 9)
     rows = []
     for name, strategy, options in cases:

@@ -33,11 +33,12 @@ import torch
 from scipy.sparse import csr_matrix
 
 from hf_dpopt.clipping.thresholds import Clipping
-from hf_dpopt.noise import NoiseStrategy, Workload, linear_cooldown, make_noise_source, momentum_workload
+from hf_dpopt.noise import NoiseStrategy, Workload, linear_cooldown, momentum_workload
 from hf_dpopt.plan.choose import choose_num_bands, make_plan
 from hf_dpopt.plan.compare import predicted_errors
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from hf_dpopt.sampling.cyclic_poisson import CyclicPoissonSampler
 from recipes.paper.runs import Folder, KeptRuns, best_of, experiment, interval, panels, percent, save
 from recipes.paper.texts import bucket, sst2
@@ -214,7 +215,7 @@ def noise_of_a_run(strategy: NoiseStrategy, name: str, seed: int, num_steps: int
 
     The same for every budget and learning rate, which only scale it; of its own for every mechanism and seed.
     """
-    source = make_noise_source("fast", np.random.default_rng([seed, zlib.crc32(name.encode())]).bytes(32))
+    source = ChaCha20Gaussian(np.random.default_rng([seed, zlib.crc32(name.encode())]).bytes(32))
     noise_TD = np.zeros((num_steps, BUCKETS * WIDTH + 2 * WIDTH + 2), dtype=np.float32)
     if name in BY_MATRIX:
         for t, row in enumerate(noise_TD):

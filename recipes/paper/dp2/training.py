@@ -84,7 +84,7 @@ def make(method: Method, hyper: Hyper, setting: Setting, num_examples: int) -> P
             options["learning_rate_ratio"] = hyper["rate_adaptive"] / hyper["rate"]
     config = PrivacyConfig(
         noise_multiplier=setting.noise_multiplier, target_epsilon=setting.target_epsilon, target_delta=DELTA,
-        clipping_norm=hyper["clip"], expected_batch_size=setting.batch, sampling="poisson", noise_rng="fast",
+        clipping_norm=hyper["clip"], expected_batch_size=setting.batch, sampling="poisson",
         preconditioner=method.preconditioner, preconditioner_kwargs=options,
     )  # fmt: skip
     return make_plan(config, num_examples=num_examples, num_steps=setting.num_steps)
