@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         UnsupportedModuleError,
     )
     from hf_dpopt.huggingface.arguments import DPSeq2SeqTrainingArguments, DPTrainingArguments
+    from hf_dpopt.huggingface.preferences import DPDPOConfig, DPDPOTrainer, DPRewardConfig, DPRewardTrainer
     from hf_dpopt.huggingface.sft import DPSFTConfig, DPSFTTrainer
     from hf_dpopt.huggingface.trainer import DPSeq2SeqTrainer, DPTrainer, DPTrainerMixin
     from hf_dpopt.optim import DPAdamBC
@@ -44,6 +45,10 @@ __all__ = [
     "DPAdamBC",
     "DPBudgetExceeded",
     "DPConfigError",
+    "DPDPOConfig",
+    "DPDPOTrainer",
+    "DPRewardConfig",
+    "DPRewardTrainer",
     "DPSFTConfig",
     "DPSFTTrainer",
     "DPSeq2SeqTrainer",
@@ -86,6 +91,7 @@ _EXPORTS = {
     ),
     "huggingface.arguments": ("DPSeq2SeqTrainingArguments", "DPTrainingArguments"),
     "records.functional": ("clipped_gradient_sum",),
+    "huggingface.preferences": ("DPDPOConfig", "DPDPOTrainer", "DPRewardConfig", "DPRewardTrainer"),
     "huggingface.sft": ("DPSFTConfig", "DPSFTTrainer"),
     "huggingface.trainer": ("DPSeq2SeqTrainer", "DPTrainer", "DPTrainerMixin"),
     "optim": ("DPAdamBC",),

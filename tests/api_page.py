@@ -21,7 +21,7 @@ Other modules may be imported too, and may move with any release.
 GROUPS = {
     "Training": (
         "DPTrainer", "DPSeq2SeqTrainer", "DPTrainerMixin", "DPTrainingArguments", "DPSeq2SeqTrainingArguments",
-        "DPSFTTrainer", "DPSFTConfig",
+        "DPSFTTrainer", "DPSFTConfig", "DPDPOTrainer", "DPDPOConfig", "DPRewardTrainer", "DPRewardConfig",
     ),
     "Planning": (
         "PrivacyConfig", "make_plan", "PrivacyPlan", "compare_mechanisms",

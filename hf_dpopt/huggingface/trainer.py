@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +82,8 @@ class DPTrainerMixin(_Trainer):
     model: Any
     optimizer: Any
     _session: TrainingSession | None = None
+    #: Check of the options of a trainer that brings its own losses of records; None where they are the model's.
+    refuse_losses: Callable[[TrainerInputs], None] | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

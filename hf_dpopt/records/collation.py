@@ -29,6 +29,7 @@ Batch = dict[str, Any]
 Collator = Callable[[list[Any]], Any]
 
 PLAIN = {int, float, bool, str}
+PAIR_TOKENS = ("chosen_ids", "rejected_ids")  # as TRL names them
 TARGETS = ("labels", "decoder_input_ids", "decoder_attention_mask")
 
 # Read line by line: what each makes of a record does not depend on the others, up to padding and fresh draws. Exact
@@ -236,9 +237,9 @@ def _mixes_by_padding(batch: Mapping[str, Any], usable: list[tuple[int, Any]]) -
 
 
 def length_of(record: Any) -> int:
-    """Number of tokens of a record; 0 if it has none."""
+    """Number of tokens of a record, of a pair of answers those of both; 0 if it has none."""
     try:
-        return len(record["input_ids"])
+        return sum(len(record[name]) for name in (["input_ids"] if "input_ids" in record else PAIR_TOKENS))
     except Exception:  # whatever a mapping of one's own raises: this only sorts
         return 0
 

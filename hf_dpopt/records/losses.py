@@ -18,6 +18,7 @@ from torch import nn
 
 from hf_dpopt.clipping import kernels
 from hf_dpopt.clipping.products import wide
+from hf_dpopt.clipping.rules import flattening
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError, shown
 
 RecordLoss = Callable[..., torch.Tensor]
@@ -155,6 +156,14 @@ def _causal(outputs: Any, labels_BT: torch.Tensor, label_smoothing: float) -> to
     num_virtual = outputs.logits.size(1) - labels_BT.size(1)
     targets_BT = F.pad(labels_BT, (num_virtual, 1), value=IGNORED)[:, 1:]
     return token_mean(outputs.logits, targets_BT, label_smoothing=label_smoothing)
+
+
+def answer_log_probabilities(outputs: Any, ids_BCT: torch.Tensor, is_answer_BCT: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities that a causal model gives the marked tokens of each row, added up. (B, C)"""
+    labels_RT = ids_BCT.masked_fill(~is_answer_BCT, IGNORED).flatten(0, 1)
+    labels_RT[:, 0] = IGNORED  # nothing comes before it
+    num_targets_R = (labels_RT != IGNORED).sum(dim=1)
+    return -(_causal(outputs, labels_RT, 0.0) * num_targets_R).unflatten(0, ids_BCT.shape[:2])
 
 
 def _tokens(outputs: Any, labels_BT: torch.Tensor, label_smoothing: float) -> torch.Tensor:
@@ -332,7 +341,9 @@ class RecordLosses:
         elif self._takes_inputs:
             read = inspect.signature(type(base_model(self.model)).forward).parameters
             inputs = {k: v for k, v in inputs.items() if k in read}
-        outputs = self.model(**inputs)
+        is_of_rows = self.kind == "custom" and flattening.num_choices(batch) is not None
+        with flattening.flattened(self.model) if is_of_rows else contextlib.nullcontext():
+            outputs = self.model(**inputs)
         if callable(self.loss):
             return self.loss(outputs, labels, dict(batch)) if self._takes_inputs else self.loss(outputs, labels)
         is_classifier = self.kind == "ForSequenceClassification"

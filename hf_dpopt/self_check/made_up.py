@@ -83,10 +83,11 @@ class Columns:
         """
         device, like = next(model.parameters()).device, self.like
         made_up = _MadeUp(model, self, looks)
-        if not flattening.chooses(model):
+        num_choices = flattening.num_choices(like)
+        if num_choices is None:
             return _records(like, made_up, device)
         by_choice = {k: v[:, 0] for k, v in like.items() if isinstance(v, torch.Tensor) and v.dim() > 2}
-        made_up.num_labels = num_choices = next(like[k].size(1) for k in by_choice)
+        made_up.num_labels = num_choices
         each = [_records(by_choice, made_up, device) for _ in range(num_choices)]
         choices = {k: torch.stack([row[k] for row in each], dim=1) for k in by_choice}
         return choices | _records({k: v for k, v in like.items() if k not in by_choice}, made_up, device)

@@ -36,10 +36,8 @@ NAMES = {
     "TrainingArguments": ("hf_dpopt", "DPTrainingArguments"),
     "Seq2SeqTrainer": ("hf_dpopt", "DPSeq2SeqTrainer"),
     "Seq2SeqTrainingArguments": ("hf_dpopt", "DPSeq2SeqTrainingArguments"),
-    "SFTTrainer": ("hf_dpopt", "DPSFTTrainer"),
-    "SFTConfig": ("hf_dpopt", "DPSFTConfig"),
-    **{f"{kind}{what}": ("dp_trl", f"DP{kind}{what}")
-       for kind in ("DPO", "Reward", "KTO") for what in ("Trainer", "Config")},
+    **{f"{kind}{what}": ("dp_trl" if kind == "KTO" else "hf_dpopt", f"DP{kind}{what}")
+       for kind in ("SFT", "DPO", "Reward", "KTO") for what in ("Trainer", "Config")},
 }  # fmt: skip
 PRIVATE = (
     "--target_epsilon", "8", "--max_steps", "2", "--per_device_train_batch_size", "4", "--expected_batch_size", "8",
@@ -137,7 +135,6 @@ FROZEN = Way(
 )
 MASKED = Way("another objective: `run_mlm.py --line_by_line`", ("--line_by_line",), instead="run_mlm")
 CHOSEN = Way("learn the chosen answers: `sft.py`", instead="sft")
-GRADED = Way("classify, with the pair as the unit: `run_classification.py`", instead="graded")
 TRL = ("--bf16", "False", "--gradient_checkpointing", "False")
 
 CASES: dict[str, Case] = {
@@ -211,23 +208,15 @@ CASES: dict[str, Case] = {
     ),
     "dpo": Case(
         "TRL, preferences", "dpo.py", (*_model("gpt2"), "--dataset_name", "preferences", *TRL),
-        "compares two answers", (CHOSEN,),
+        note="with `DPDPOTrainer` and `DPDPOConfig`",
     ),
     "reward": Case(
-        "TRL, rewards", "reward.py", (*_model("gpt2"), "--dataset_name", "preferences", *TRL), "compares two answers",
-        (GRADED,),
+        "TRL, rewards", "reward.py", (*_model("gpt2"), "--dataset_name", "preferences", *TRL),
+        note="with `DPRewardTrainer` and `DPRewardConfig`",
     ),
     "kto": Case(
         "TRL, desirable answers", "kto.py", (*_model("gpt2"), "--dataset_name", "desirable", *TRL),
         "estimates a divergence", (CHOSEN,),
-    ),
-}  # fmt: skip
-# What a way out starts in the place of the script; not rows of the table themselves.
-INSTEAD = {
-    "graded": Case(
-        "reward by classification", "text-classification/run_classification.py",
-        (*_files("graded", "json"), *_model("bert"), "--text_column_names", "text", "--label_column_name", "label",
-         "--max_seq_length", "32", "--privacy_unit", "user", "--user_id_column", "pair", "--records_per_user", "2"),
     ),
 }  # fmt: skip
 
@@ -309,7 +298,7 @@ def _keep_caches_here(folder: Path) -> None:
 
 def run_once(case: Case, way: Way | None, folder: Path) -> dict[str, Any]:
     """One run: whether it came to its end, else its error; and what the statement says."""
-    started = CASES.get(way.instead) or INSTEAD[way.instead] if way is not None and way.instead else case
+    started = CASES[way.instead] if way is not None and way.instead else case
     shutil.rmtree(folder / "out", ignore_errors=True)
     script = _place(started, way, folder)
     arguments = [*started.arguments, *PRIVATE, *(way.arguments if way is not None else ())]

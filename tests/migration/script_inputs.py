@@ -89,16 +89,19 @@ import trl
 
 from hf_dpopt import DPTrainerMixin, DPTrainingArguments
 
-for kind in ("DPO", "Reward", "KTO"):
-    trainer, config = (f"DP{kind}{what}" for what in ("Trainer", "Config"))
-    globals()[trainer] = type(trainer, (DPTrainerMixin, getattr(trl, trainer[2:])), {})
-    made = type(config, (DPTrainingArguments, getattr(trl, config[2:])), {"__module__": __name__})
-    globals()[config] = dataclasses.dataclass(repr=False)(made)
+
+class DPKTOTrainer(DPTrainerMixin, trl.KTOTrainer):
+    pass
+
+
+@dataclasses.dataclass(repr=False)
+class DPKTOConfig(DPTrainingArguments, trl.KTOConfig):
+    pass
 """
 
 
 def make_inputs(folder: Path, shared: Path) -> None:
-    """Writes data, models, metrics and the six lines that TRL's trainers need into an empty folder.
+    """Writes data, models, metrics and the lines that TRL's KTOTrainer needs into an empty folder.
 
     Args:
         folder: of the run; scripts are started in it.
@@ -203,14 +206,6 @@ def _preferences(folder: Path) -> None:
     for name, rows in sets.items():
         (folder / name).mkdir()
         (folder / name / "train.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    graded = [
-        {"text": row["prompt"] + row[which], "label": label, "pair": i}
-        for i, row in enumerate(sets["preferences"])
-        for which, label in (("chosen", 1), ("rejected", 0))
-    ]
-    for split, rows in (("train", graded), ("validation", graded[:NUM_EVAL])):
-        path = folder / f"graded_{split}.json"
-        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
 
 
 def _images(folder: Path) -> None:

@@ -1,26 +1,32 @@
-"""Trainers with a loss of pairs or of the batch: what the refusal says is the case, and what it names works."""
+"""Preferences and rewards: exact against TRL's own losses, pair by pair; losses of the batch are refused."""
 
 from __future__ import annotations
 
-import dataclasses
+import math
+from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
-from transformers import BertForSequenceClassification, DataCollatorWithPadding
+from peft import LoraConfig
+from transformers import BertForSequenceClassification
 
-from hf_dpopt import DPConfigError, DPSFTConfig, DPSFTTrainer, DPTrainer, DPTrainerMixin, DPTrainingArguments
+from hf_dpopt import DPConfigError, DPTrainerMixin, DPTrainingArguments
 from tests import tiny
 from tests.migration.test_sft import _model
+from tests.reference import clipping as reference
 
 trl = pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test]'")
 
-
-class DPDPOTrainer(DPTrainerMixin, trl.DPOTrainer):
-    pass
-
-
-class DPRewardTrainer(DPTrainerMixin, trl.RewardTrainer):
-    pass
+from hf_dpopt import (  # noqa: E402  they need TRL
+    DPDPOConfig,
+    DPDPOTrainer,
+    DPRewardConfig,
+    DPRewardTrainer,
+    DPSFTConfig,
+    DPSFTTrainer,
+)
+from hf_dpopt.huggingface.preferences import PAIR_LOSSES  # noqa: E402
 
 
 class DPKTOTrainer(DPTrainerMixin, trl.KTOTrainer):
@@ -48,14 +54,154 @@ def _arguments(tmp_path, cls=DPTrainingArguments, **changes):
     return cls(**values | changes)
 
 
+def _rows(num: int = 24) -> Dataset:
+    """Pairs of answers of unlike lengths; six people wrote them."""
+    lands = [("france", "paris"), ("spain", "madrid"), ("italy", "rome"), ("norway", "oslo")]
+    return Dataset.from_list(
+        [
+            {
+                "prompt": f"capital of {land}?", "chosen": f" {city} {i}", "rejected": " no" * (1 + i % 4),
+                "who": f"p{i % 6}", "margin": i / num,
+            }
+            for i, (land, city) in ((i, lands[i % 4]) for i in range(num))
+        ]
+    )  # fmt: skip
+
+
+def _preferences(tmp_path, callbacks=(), rows=None, who=False, **changes: Any) -> Any:
+    given = {name: changes.pop(name) for name in ("peft_config", "eval_dataset") if name in changes}
+    rows = (_rows() if rows is None else rows).remove_columns(["margin", *([] if who else ["who"])])
+    args = _arguments(tmp_path, DPDPOConfig, **EXACT | changes)
+    return DPDPOTrainer(
+        _model(n_positions=512), args=args, train_dataset=rows, processing_class=tiny.byte_tokenizer(),
+        callbacks=list(callbacks), **given,
+    )  # fmt: skip
+
+
+def _rewards(tmp_path, callbacks=(), has_margin=True, **changes: Any) -> Any:
+    tokenizer = tiny.byte_tokenizer()
+    rows = _rows().remove_columns(["who", *([] if has_margin else ["margin"])])
+    model = tiny.made(BertForSequenceClassification, vocab_size=len(tokenizer), num_labels=1)
+    args = _arguments(tmp_path, DPRewardConfig, **EXACT | changes)
+    return DPRewardTrainer(model, args, train_dataset=rows, processing_class=tokenizer, callbacks=list(callbacks))
+
+
+EXACT = dict(learning_rate=0.0, noise_multiplier=0.0, clipping_norm=0.05, gradient_checkpointing=False)
+
+
+def _is_exact(trainer: Any, seen: tiny.Gradients, bound: float = 0.05, error: float = 1e-5) -> None:
+    """Each step released the sum over the pairs drawn of the clipped gradients of TRL's own loss, pair by pair."""
+    trainer.train()
+    run, model = trainer._session.run, trainer.model.eval()
+    assert seen.steps
+    factors = []
+    for step, got in enumerate(seen.steps, start=1):
+        want = {n: torch.zeros_like(p) for n, p in model.named_parameters() if p.requires_grad}
+        for i in run.plan.sampler.draw(run.chain.sampling_key, step).tolist():
+            model.zero_grad()
+            batch = trainer.data_collator([trainer.train_dataset[i]])
+            trainer.compute_loss(model, batch).backward()
+            norm = sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None).sqrt()
+            factors.append(float(min(1, bound / norm)))
+            for name in want:
+                want[name] += factors[-1] * model.get_parameter(name).grad / 8
+        model.zero_grad()
+        assert reference.relative_error(got, want) < error
+    assert min(factors) < 1  # some are clipped
+
+
+@pytest.mark.parametrize("loss_type", PAIR_LOSSES)
+def test_a_step_is_the_clipped_sum_of_trls_losses_of_pairs(tmp_path, loss_type):
+    seen = tiny.Gradients()
+    smoothing = 0.1 if loss_type in ("exo_pair", "robust") else 0.0
+    _is_exact(_preferences(tmp_path, [seen], loss_type=[loss_type], label_smoothing=smoothing, beta=0.3), seen)
+
+
+def test_losses_are_weighed(tmp_path):
+    seen = tiny.Gradients()
+    _is_exact(_preferences(tmp_path, [seen], loss_type=["sigmoid", "ipo"], loss_weights=[0.7, 0.2]), seen)
+
+
+@pytest.mark.parametrize("engine", ["book_keeping", "two_pass"])
+def test_adapters_learn_preferences_exactly(tmp_path, engine):
+    """The reference is the model without its adapter."""
+    seen, lora = (
+        tiny.Gradients(),
+        LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False),
+    )
+    _is_exact(_preferences(tmp_path, [seen], peft_config=lora, clipping_engine=engine), seen)
+
+
+@pytest.mark.parametrize("has_margin", [True, False])
+def test_a_step_is_the_clipped_sum_of_trls_rewards(tmp_path, has_margin):
+    seen = tiny.Gradients()
+    trainer = _rewards(tmp_path, [seen], has_margin, center_rewards_coefficient=0.1, clipping_norm=0.001)
+    _is_exact(trainer, seen, bound=0.001, error=1e-4)  # two texts alike almost cancel, and float32 loses digits
+
+
+def test_pairs_of_a_person_are_one_unit(tmp_path):
+    trainer = _preferences(
+        tmp_path, who=True, noise_multiplier=1.0, expected_batch_size=3, privacy_unit="user", user_id_column="who",
+        target_delta=0.01,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.plan.num_users == 6 and trainer.privacy_spent().num_steps == 2
+
+
+def test_held_out_pairs_are_evaluated_as_trl_does(tmp_path):
+    held_out = _rows(30).select(range(24, 30)).remove_columns(["who", "margin"])
+    trainer = _preferences(tmp_path, eval_dataset=held_out, noise_multiplier=1.0)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(
+        math.log(2), abs=1e-4
+    )  # nothing was learned at a rate of 0
+    logged = {key for line in trainer.state.log_history for key in line}
+    assert "eval_rewards/accuracies" in logged and not any(key.startswith("rewards/") for key in logged)
+
+
+@pytest.mark.parametrize(
+    ("changes", "mend"),
+    [
+        ({"loss_type": ["aot"]}, "loss_type='aot' is not a loss of single pairs. Use one of: sigmoid"),
+        ({"loss_type": ["sigmoid", "sft"]}, "loss_type='sft' is not a loss of single pairs"),
+        ({"precompute_ref_log_probs": False}, "precompute_ref_log_probs=True"),
+        ({"sync_ref_model": True}, "sync_ref_model=False"),
+        ({"ld_alpha": 0.5}, "ld_alpha=0.5 is not implemented for private training. Use ld_alpha=None"),
+        ({"f_divergence_type": "forward_kl"}, "Use f_divergence_type='reverse_kl'"),
+        ({"use_weighting": True}, "Use use_weighting=False"),
+        ({"activation_offloading": True}, "activation_offloading=False"),
+        ({"eval_data_privacy": "private", "eval_target_epsilon": 2.0}, "eval_data_privacy='public'"),
+    ],
+)
+def test_losses_that_are_not_of_single_pairs_are_refused(tmp_path, changes, mend):
+    with pytest.raises(DPConfigError, match=mend):
+        _preferences(tmp_path, **changes)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("args", [DPTrainingArguments, DPSFTConfig])
+@pytest.mark.parametrize(("trainer", "config"), [(DPDPOTrainer, "DPDPOConfig"), (DPRewardTrainer, "DPRewardConfig")])
+def test_other_arguments_are_refused_and_the_right_ones_named(tmp_path, trainer, config, args):
+    with pytest.raises(DPConfigError, match=f"Use hf_dpopt.{config}"):
+        trainer(_model(), args=_arguments(tmp_path, args), train_dataset=PAIRS)
+
+
+class MixedDPO(DPTrainerMixin, trl.DPOTrainer):
+    pass
+
+
+class MixedReward(DPTrainerMixin, trl.RewardTrainer):
+    pass
+
+
 @pytest.mark.parametrize("given", [None, lambda outputs, labels: outputs.logits.mean((1, 2))])
 @pytest.mark.parametrize(
     ("trainer", "words"),
     [
-        (DPDPOTrainer, "DPOTrainer compares two answers.*two rows of one record.*Finetune on the chosen answers"),
-        (DPRewardTrainer, "RewardTrainer compares two answers.*Classify instead.*--user_id_column pair"),
+        (MixedDPO, "DPOTrainer compares two answers.*Use hf_dpopt.DPDPOTrainer with hf_dpopt.DPDPOConfig"),
+        (MixedReward, "RewardTrainer compares two answers.*Use hf_dpopt.DPRewardTrainer with hf_dpopt.DPRewardConfig"),
         (DPKTOTrainer, "KTOTrainer estimates a divergence from the other records.*desirable completions"),
-        (DPRLOOTrainer, "RLOOTrainer computes a loss of the whole batch.*SFTTrainer can be private"),
+        (DPRLOOTrainer, "RLOOTrainer computes a loss of the whole batch.*three can be private"),
     ],
 )
 def test_what_is_the_case_is_said(trainer, words, given, tmp_path):
@@ -70,24 +216,9 @@ def test_what_is_the_case_is_said(trainer, words, given, tmp_path):
 
 
 def test_chosen_answers_can_be_learned(tmp_path):
-    """The way out of DPO and KTO."""
+    """The way out of KTO."""
     chosen = PAIRS.remove_columns("rejected").rename_column("chosen", "completion")
     args = _arguments(tmp_path, DPSFTConfig, completion_only_loss=True, gradient_checkpointing=False)
     trainer = DPSFTTrainer(model=_model(), args=args, train_dataset=chosen, processing_class=tiny.byte_tokenizer())
     trainer.train()
     assert trainer.privacy_spent().num_steps == 2
-
-
-def test_a_reward_is_learned_by_classification_with_the_pair_as_unit(tmp_path):
-    """The way out of reward models: both rows of a pair are clipped as one."""
-    tokenizer = tiny.byte_tokenizer()
-    texts = [(p["prompt"] + p[name], label) for p in PAIRS for name, label in (("chosen", 1), ("rejected", 0))]
-    rows = Dataset.from_list(
-        [{**tokenizer(text), "labels": label, "pair": i // 2} for i, (text, label) in enumerate(texts)]
-    )
-    model = tiny.made(BertForSequenceClassification, vocab_size=len(tokenizer))
-    args = _arguments(tmp_path, privacy_unit="user", user_id_column="pair", records_per_user=2)
-    collator = DataCollatorWithPadding(tokenizer)
-    trainer = DPTrainer(model, args, train_dataset=rows, data_collator=collator, processing_class=tokenizer)
-    trainer.train()
-    assert trainer.plan.num_users == len(PAIRS) and dataclasses.asdict(trainer.privacy_spent())["unit"] == "user"

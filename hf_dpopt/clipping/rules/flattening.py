@@ -7,8 +7,9 @@ B = records, C = choices of a record, T = tokens.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,28 +40,61 @@ def by_record(rule: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def chooses(model: nn.Module) -> bool:
-    """Whether the model scores several choices of a record, each as a row of its own."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    return type(base).__name__.endswith("ForMultipleChoice")
+Tell = Callable[[int, int], None]
+_told: contextvars.ContextVar[Tell] = contextvars.ContextVar("told", default=lambda num_records, num_choices: None)
+
+
+def num_choices(batch: Mapping[str, Any]) -> int | None:
+    """C of a collated batch whose records have several rows of tokens each, (B, C, T); None for one row each."""
+    ids = batch.get("input_ids")
+    return ids.size(1) if isinstance(ids, torch.Tensor) and ids.dim() == 3 else None
 
 
 @contextlib.contextmanager
-def choices(model: nn.Module, tell: Callable[[int, int], None]) -> Iterator[None]:
+def choices(model: nn.Module, tell: Tell) -> Iterator[None]:
     """Call ``tell(B, C)``, inside the context, before a forward on (B, C, T) makes B C rows of it.
 
-    The rows of a record come one after the other: transformers flattens the first two dimensions.
+    The rows of a record come one after the other: models that score choices flatten the first two dimensions, and so
+    does `flattened`.
     """
-    if not chooses(model):
-        yield
-        return
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
     def look(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         given = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         if given is not None:
             tell(given.size(0), given.size(1))
 
-    handle = model.register_forward_pre_hook(look, with_kwargs=True)
+    token = _told.set(tell)
+    try:
+        with (
+            _before_forward(model, look)
+            if type(base).__name__.endswith("ForMultipleChoice")
+            else contextlib.nullcontext()
+        ):
+            yield
+    finally:
+        _told.reset(token)
+
+
+@contextlib.contextmanager
+def flattened(model: nn.Module) -> Iterator[None]:
+    """Inside the context, a model of (B, T) takes (B, C, T) and makes B C rows of it."""
+
+    def flatten(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        shape = kwargs["input_ids"].shape[:2]
+        _told.get()(*shape)
+        return args, {
+            name: value.flatten(0, 1) if isinstance(value, torch.Tensor) and value.shape[:2] == shape else value
+            for name, value in kwargs.items()
+        }
+
+    with _before_forward(model, flatten):
+        yield
+
+
+@contextlib.contextmanager
+def _before_forward(model: nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
     try:
         yield
     finally:

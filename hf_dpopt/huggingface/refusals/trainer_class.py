@@ -13,19 +13,10 @@ from hf_dpopt.huggingface.inputs import TrainerInputs
 
 # TRL's trainers whose loss is of pairs or of the batch: the reason, and the alternative.
 PREFERENCES = {
-    "dpo_trainer": (
-        "compares two answers in one loss, and its collator makes two rows of one record (chosen and rejected), which "
-        "the clip would take for two records.",
-        "Finetune on the chosen answers instead: DPSFTTrainer, with columns prompt and completion (the chosen "
-        "answer).",
-    ),
+    "dpo_trainer": ("compares two answers in one loss.", "Use hf_dpopt.DPDPOTrainer with hf_dpopt.DPDPOConfig."),
     "reward_trainer": (
-        "compares two answers in one loss, and its collator makes two rows of one record (chosen and rejected), which "
-        "the clip would take for two records.",
-        "Classify instead: two rows for each pair, the chosen answer with label 1 and the rejected one with label 0, "
-        "AutoModelForSequenceClassification with num_labels=2 and DPTrainer with --privacy_unit user "
-        "--user_id_column pair, so that the rows of a pair are clipped as one. The reward is the difference of the "
-        "logits.",
+        "compares two answers in one loss.",
+        "Use hf_dpopt.DPRewardTrainer with hf_dpopt.DPRewardConfig.",
     ),
     "kto_trainer": (
         "estimates a divergence from the other records of the batch, so a record's loss depends on them.",
@@ -35,7 +26,7 @@ PREFERENCES = {
 }
 OTHER_TRL = (
     "computes a loss of the whole batch.",
-    "Of TRL's trainers SFTTrainer can be private: DPSFTTrainer, with records that hold prompt and completion.",
+    "Of TRL's trainers three can be private: DPSFTTrainer, DPDPOTrainer and DPRewardTrainer.",
 )
 
 
@@ -44,8 +35,8 @@ def check_arguments_given(args: Any, trainer_class: type) -> None:
     if not isinstance(args, DPTrainingArguments):
         raise DPConfigError(
             f"{trainer_class.__name__} got {type(args).__name__}. Replace it by hf_dpopt.DPTrainingArguments "
-            "(a Seq2SeqTrainer takes hf_dpopt.DPSeq2SeqTrainingArguments, an SFTTrainer hf_dpopt.DPSFTConfig), and "
-            "set target_epsilon."
+            "(a Seq2SeqTrainer takes hf_dpopt.DPSeq2SeqTrainingArguments, TRL's trainers hf_dpopt.DPSFTConfig, "
+            "DPDPOConfig or DPRewardConfig), and set target_epsilon."
         )
 
 
@@ -58,6 +49,9 @@ def check_loss(inputs: TrainerInputs) -> None:
         DPConfigError: naming a way out.
     """
     trainer_class: Any = inputs.trainer_class
+    if trainer_class.refuse_losses is not None:
+        trainer_class.refuse_losses(inputs)
+        return
     stock: tuple[Any, ...] = (Trainer.compute_loss, Seq2SeqTrainer.compute_loss)  # replaced by losses of records
     owner = _owner(trainer_class, "compute_loss").__module__
     if owner == "trl.trainer.sft_trainer":

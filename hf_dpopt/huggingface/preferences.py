@@ -1,0 +1,262 @@
+"""TRL's `DPOTrainer` and `RewardTrainer` with differential privacy: a pair of answers is one record.
+
+Shape legend: B = pairs, T = tokens, V = vocabulary. The two answers of a pair are two rows that come one after the
+other; their gradients add up before the clip, as those of the choices of a question do.
+
+This module needs the package `trl` (``pip install 'hf-dpopt[chat]'``); nothing else imports it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hf_dpopt.common.errors import Refusal, refuses
+from hf_dpopt.common.extras import missing
+from hf_dpopt.huggingface.arguments import DPTrainingArguments
+from hf_dpopt.huggingface.inputs import TrainerInputs
+from hf_dpopt.huggingface.trainer import DPTrainerMixin
+from hf_dpopt.records.losses import answer_log_probabilities
+
+try:
+    from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
+except ImportError as error:
+    raise missing("trl", "DPDPOTrainer and DPRewardTrainer", str(error)) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratios:
+    """Log ratios of the trained to the reference model, of the answers of B pairs.
+
+    Args:
+        chosen_B, rejected_B: log p(answer | prompt) minus the same of the reference.
+        lengths_B2: tokens of the chosen and of the rejected answer.
+        beta, smoothing, tau: `beta`, `label_smoothing` and `discopop_tau` of the arguments.
+    """
+
+    chosen_B: torch.Tensor
+    rejected_B: torch.Tensor
+    lengths_B2: torch.Tensor
+    beta: float
+    smoothing: float
+    tau: float
+
+    @property
+    def margin_B(self) -> torch.Tensor:
+        """beta times the difference of the log ratios."""
+        return self.beta * (self.chosen_B - self.rejected_B)
+
+    @property
+    def by_token_B(self) -> torch.Tensor:
+        """Difference of the log ratios by token."""
+        chosen_B, rejected_B = self.lengths_B2.clamp(min=1).unbind(dim=1)
+        return self.chosen_B / chosen_B - self.rejected_B / rejected_B
+
+
+def _exo(r: Ratios) -> torch.Tensor:
+    log_win, log_loss, smoothing = F.logsigmoid(r.margin_B), F.logsigmoid(-r.margin_B), torch.tensor(r.smoothing)
+    win, loss = torch.sigmoid(r.margin_B), torch.sigmoid(-r.margin_B)
+    return win * (log_win - torch.log1p(-smoothing)) + loss * (log_loss - torch.log(smoothing))
+
+
+def _robust(r: Ratios) -> torch.Tensor:
+    clean, flipped = F.logsigmoid(r.margin_B), F.logsigmoid(-r.margin_B)
+    return (r.smoothing * flipped - (1 - r.smoothing) * clean) / (1 - 2 * r.smoothing)
+
+
+def _discopop(r: Ratios) -> torch.Tensor:
+    share = torch.sigmoid(r.margin_B / r.tau)
+    return -F.logsigmoid(r.margin_B) * (1 - share) + torch.exp(-r.margin_B) * share
+
+
+def _nca(r: Ratios) -> torch.Tensor:
+    chosen_B, rejected_B = r.beta * r.chosen_B, r.beta * r.rejected_B
+    return -F.logsigmoid(chosen_B) - 0.5 * F.logsigmoid(-chosen_B) - 0.5 * F.logsigmoid(-rejected_B)
+
+
+# `loss_type` -> loss of each pair, (B,), as `trl.DPOConfig` describes it. Not here: "aot" and "aot_unpaired" sort the
+# batch, and "sft" is a mean over the tokens of the batch.
+PAIR_LOSSES: dict[str, Callable[[Ratios], torch.Tensor]] = {
+    "sigmoid": lambda r: -F.logsigmoid(r.margin_B),
+    "hinge": lambda r: torch.relu(1 - r.margin_B),
+    "ipo": lambda r: (r.by_token_B - 1 / (2 * r.beta)) ** 2,
+    "exo_pair": _exo,
+    "nca_pair": _nca,
+    "robust": _robust,
+    "bco_pair": lambda r: -F.logsigmoid(r.beta * r.chosen_B) - F.logsigmoid(-r.beta * r.rejected_B),
+    "sppo_hard": lambda r: (r.chosen_B - 0.5 / r.beta) ** 2 + (r.rejected_B + 0.5 / r.beta) ** 2,
+    "apo_zero": lambda r: 1 - torch.sigmoid(r.beta * r.chosen_B) + torch.sigmoid(r.beta * r.rejected_B),
+    "apo_down": lambda r: 1 + torch.sigmoid(r.beta * r.chosen_B) - torch.sigmoid(r.margin_B),
+    "discopop": _discopop,
+    "sigmoid_norm": lambda r: -F.logsigmoid(r.beta * r.by_token_B),
+}
+
+
+def _preference_loss(args: Any) -> Callable[..., torch.Tensor]:
+    """The loss of `args.loss_type` for each pair: a `per_example_loss_func`."""
+    weights = args.loss_weights or [1.0] * len(args.loss_type)
+
+    def preference_loss(outputs: Any, labels: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        is_answer = (inputs["completion_mask"] != 0) & (inputs["attention_mask"] != 0)
+        log_p_B2 = answer_log_probabilities(outputs, inputs["input_ids"], is_answer)
+        ratios = Ratios(
+            log_p_B2[:, 0] - inputs["ref_chosen_logps"],
+            log_p_B2[:, 1] - inputs["ref_rejected_logps"],
+            is_answer.sum(dim=-1),
+            args.beta,
+            args.label_smoothing,
+            args.discopop_tau,
+        )
+        return sum(w * PAIR_LOSSES[kind](ratios) for kind, w in zip(args.loss_type, weights, strict=True))
+
+    return preference_loss
+
+
+def _reward_loss(args: Any) -> Callable[..., torch.Tensor]:
+    """The Bradley-Terry loss of each pair, as `trl.RewardTrainer` has it: a `per_example_loss_func`."""
+
+    def reward_loss(outputs: Any, labels: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        chosen_B, rejected_B = outputs.logits.float().view(-1, 2).unbind(dim=1)
+        losses_B = -F.logsigmoid(chosen_B - rejected_B - inputs.get("margin", 0.0))
+        if args.center_rewards_coefficient is not None:
+            losses_B = losses_B + args.center_rewards_coefficient * (chosen_B + rejected_B) ** 2
+        return losses_B
+
+    return reward_loss
+
+
+class PairCollator:
+    """TRL's batches with the answers of a pair side by side: (2 B, T), all chosen ones first, becomes (B, 2, T)."""
+
+    def __init__(self, collate: Callable[[list[Any]], Mapping[str, Any]]):
+        self.collate = collate
+
+    def __call__(self, records: list[Any]) -> dict[str, torch.Tensor]:
+        found = self.collate(records)
+        return {k: v.unflatten(0, (2, -1)).transpose(0, 1) if v.dim() == 2 else v for k, v in found.items()}
+
+
+class _PairTrainer(DPTrainerMixin):
+    """A trainer whose records are pairs. Evaluation is TRL's; training collates and takes losses by pair."""
+
+    def _as_made(self) -> TrainerInputs:
+        made = super()._as_made()
+        return dataclasses.replace(made, data_collator=PairCollator(made.data_collator))
+
+    @staticmethod
+    def refuse_losses(inputs: TrainerInputs) -> None:
+        """Refuse options whose loss is not a sum over pairs."""
+        check_pair_options(inputs)
+
+
+@refuses
+def check_pair_options(inputs: TrainerInputs) -> Iterator[Refusal]:
+    """Refusals for losses of pairs: what mixes records, and what is not implemented for pairs."""
+    args: Any = inputs.args
+    kind = inputs.trainer_class.__name__
+    config = {"DPDPOTrainer": "DPDPOConfig", "DPRewardTrainer": "DPRewardConfig"}.get(kind, "DPDPOConfig")
+    if not isinstance(args, (DPDPOConfig, DPRewardConfig)):
+        yield True, f"{kind} got {type(args).__name__}. Use hf_dpopt.{config}, and set target_epsilon."
+        return
+    yield (
+        args.activation_offloading,
+        "`activation_offloading` keeps layers' inputs where the capture of per-record gradients does not see them. "
+        "Set activation_offloading=False; use gradient_checkpointing.",
+    )
+    yield (
+        args.eval_data_privacy == "private",
+        "eval_data_privacy='private' measures losses of single texts, and the records are pairs. Evaluate on public "
+        "pairs: eval_data_privacy='public'.",
+    )
+    yield (
+        inputs.model_init is not None,
+        "model_init: the reference must be the model that training begins with. Pass model=.",
+    )
+    if not isinstance(args, DPDPOConfig):
+        return
+    unknown = [kind for kind in args.loss_type if kind not in PAIR_LOSSES]
+    yield (
+        bool(unknown),
+        f"loss_type={unknown[0] if unknown else ''!r} is not a loss of single pairs. Use one of: "
+        f"{', '.join(PAIR_LOSSES)}.",
+    )
+    yield (
+        not args.precompute_ref_log_probs or args.sync_ref_model,
+        "The reference is fixed, and its log-probabilities are computed once, before training. Leave "
+        "precompute_ref_log_probs=True and sync_ref_model=False.",
+    )
+    for name, plain in (("f_divergence_type", "reverse_kl"), ("ld_alpha", None), ("use_weighting", False)):
+        value = getattr(args, name)
+        yield value != plain, f"{name}={value!r} is not implemented for private training. Use {name}={plain!r}."
+
+
+@dataclass(repr=False)  # that of TrainingArguments hides tokens
+class DPDPOConfig(DPTrainingArguments, DPOConfig):
+    """`trl.DPOConfig` with the fields of `DPTrainingArguments`.
+
+    The log-probabilities of the reference model are computed once, before training
+    (`precompute_ref_log_probs=True`). Refused, because they mix pairs: the losses "aot", "aot_unpaired" and "sft".
+    """
+
+    precompute_ref_log_probs: bool = True
+
+
+@dataclass(repr=False)
+class DPRewardConfig(DPTrainingArguments, RewardConfig):
+    """`trl.RewardConfig` with the fields of `DPTrainingArguments`."""
+
+
+class _DPOTrainer(DPOTrainer):
+    """`trl.DPOTrainer` with `args` in second place, as other trainers have it."""
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Any = None,
+        callbacks: Any = None,
+        optimizers: Any = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        ref_model: Any = None,
+    ):
+        super().__init__(
+            model, ref_model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics,
+            callbacks, optimizers, quantization_config, peft_config,
+        )  # fmt: skip
+
+
+class DPDPOTrainer(_PairTrainer, _DPOTrainer):
+    """`trl.DPOTrainer` with differential privacy; use it with `DPDPOConfig`.
+
+    One row is one record: a prompt with a chosen and a rejected answer. To protect all pairs of a person together,
+    use `privacy_unit="user"` and `user_id_column`.
+
+    Formal guarantee: that of `DPTrainerMixin`.
+    """
+
+    def __init__(self, model: Any = None, ref_model: Any = None, args: Any = None, **options: Any):
+        loss = _preference_loss(args) if isinstance(args, DPDPOConfig) else None  # what else is given is refused
+        super().__init__(model, args, ref_model=ref_model, per_example_loss_func=loss, **options)
+
+
+class DPRewardTrainer(_PairTrainer, RewardTrainer):
+    """`trl.RewardTrainer` with differential privacy; use it with `DPRewardConfig`.
+
+    One row is one record: a chosen and a rejected text, of which the first gets the larger reward.
+
+    Formal guarantee: that of `DPTrainerMixin`.
+    """
+
+    def __init__(self, model: Any = None, args: Any = None, **options: Any):
+        loss = _reward_loss(args) if isinstance(args, DPRewardConfig) else None
+        super().__init__(model, args, per_example_loss_func=loss, **options)
