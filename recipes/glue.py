@@ -192,7 +192,9 @@ def main(argv: list[str]) -> None:
         )
     publish(trainer, model_args, data_args, training_args)
     if trainer.is_world_process_zero():
-        print(summary(trainer, data, splits, results, model_args, data_args, seconds=time.monotonic() - start))
+        lines = summary(trainer, data, splits, results, model_args, data_args)
+        lines += running.closing_lines(training_args, start)
+        print(running.result_text(lines) + (f"\n{NEXT_STEPS}" if data_args.embedded else ""))
 
 
 # --- flags -----------------------------------------------------------------------------------------------------------
@@ -456,9 +458,7 @@ def summary(
     results: dict[str, float],
     model_args: ModelArguments,
     data_args: DataTrainingArguments,
-    *,
-    seconds: float,
-) -> str:
+) -> list[tuple[str, str]]:
     """The last lines of a run: what was run, what came out, what it cost."""
     num_parameters = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     start = " from random weights" if data_args.embedded else ""
@@ -476,11 +476,9 @@ def summary(
     if shown:
         lines.append(("evaluation", ", ".join(shown)))
     lines.append(("privacy", running.privacy_line(trainer)))
-    lines.append(("wall time", f"{seconds:.0f} s"))
-    lines.append(("output", str(Path(trainer.args.output_dir).resolve())))
     if (merged := Path(trainer.args.output_dir) / MERGED).is_dir():
         lines.append(("whole model", str(merged.resolve())))
-    return running.result_text(lines) + (f"\n{NEXT_STEPS}" if data_args.embedded else "")
+    return lines
 
 
 NEXT_STEPS = """
