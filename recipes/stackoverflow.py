@@ -157,7 +157,8 @@ def main(argv: list[str]) -> None:
     tell_of_shared_users(splits, user)
     pieces = encoder if isinstance(encoder, Pieces) else None
     collate = Collator(len(encoder.tags) if isinstance(encoder, Tags) else 0)
-    public = Dataset.from_dict(encoder.encode([{data_args.text_column: text} for text in public_texts]))
+    texts = public_texts if data_args.task == "next_word" else []  # public posts have no tags to learn from
+    public = Dataset.from_dict(encoder.encode([{data_args.text_column: text} for text in texts]))
     if training_args.do_train:
         learn_public(model, public, collate, training_args, data_args)
     trainer = DPTrainer(

@@ -510,6 +510,13 @@ def test_public_texts_come_before_privacy(files, capsys):
     )
 
 
+def test_tags_are_learned_with_words_counted_in_public_texts(files, capsys):
+    (files / "public.txt").write_text("how is a list\n" * 3)
+    more = {"public_file": "public.txt", "vocabulary_file": None, "task": "tags", "tags_file": "tags.txt"}
+    assert stackoverflow.run(arguments(**more)) == 0, capsys.readouterr().err
+    assert "eval_recall_at_5" in json.loads((files / "out" / "all_results.json").read_text())
+
+
 def test_a_preconditioner_learns_from_public_texts(files, capsys):
     (files / "public.txt").write_text("\n".join(f"how is a list {i}" for i in range(8)))
     more = {"public_file": "public.txt", "preconditioner": "adadps", "public_batch_size": "8"}
