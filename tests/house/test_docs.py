@@ -124,12 +124,46 @@ def test_every_value_that_a_page_gives_an_option_is_one_of_its_choices(repo: Pat
     assert len(seen) >= 10
 
 
+OUTCOMES = ("seen", "computed", "tested", "timed", "missing")
+
+
+def rows_of_papers(repo: Path) -> tuple[list[list[str]], list[list[str]]]:
+    """Cells of docs/papers.md: parts of the five papers, and other papers."""
+    parts, _, others = (repo / "docs" / "papers.md").read_text().partition("\n## Other papers\n")
+
+    def rows(text: str) -> list[list[str]]:
+        cells = (
+            [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"
+        )
+        return [row for row in cells if row[0] not in ("part", "paper") and not row[0].startswith("---")]
+
+    return rows(parts), rows(others)
+
+
 def test_every_paper_of_the_index_leads_somewhere(repo: Path) -> None:
-    index = (repo / "docs" / "papers.md").read_text()
-    rows = [line for line in index.splitlines() if line.startswith("|")][2:]
-    assert len(rows) > 20
-    for row in rows:
-        assert re.search(r"`hf_dpopt/[\w/.]+`", row.split("|")[2]), row
+    _, others = rows_of_papers(repo)
+    assert len(others) > 15
+    for row in others:
+        assert re.search(r"`hf_dpopt/[\w/.]+`", row[1]), row
+
+
+def test_every_part_of_a_paper_names_a_test_that_is_there_and_an_outcome(repo: Path) -> None:
+    """What was seen has an interval and its numbers, what was not looked at a reason; other paths: the tests above."""
+    parts, _ = rows_of_papers(repo)
+    assert len(parts) > 40
+    for part, how, tests, outcome in parts:
+        assert outcome.startswith(OUTCOMES), part
+        for named in re.findall(r"`([^`]+)`", tests):
+            file, _, name = named.partition("::")
+            assert re.search(rf"^def {name}\(", (repo / file).read_text(), re.MULTILINE), f"{part}: {named}"
+        for module in re.findall(r"`python -m ([\w.]+)", how):
+            assert importlib.util.find_spec(module), f"{part}: {module}"
+        if outcome.startswith("seen"):
+            assert re.search(r"[+-]?[\d.]+ ± [\d.]+", outcome) and ".json](reproductions/" in outcome, part
+        elif outcome.startswith("missing"):
+            assert re.match(r"missing: \w.{8,}", outcome), part
+        elif outcome.startswith("tested"):
+            assert tests, part
 
 
 # --- the pages about the project ---
