@@ -41,12 +41,9 @@ def mean_estimation_ftrl(eta: float) -> float:
     return eta**2 * gamma_squared_nu(eta) ** 2
 
 
-def mean_estimation_by_quadrature(eta: float, nu: float) -> float:
-    """The same, from the spectrum of nu-DP-FTRL; ``nu = 1`` is DP-SGD."""
-    omega, weights = quadrature(min(eta, nu))
-    spectrum = np.abs(1 - (1 - nu) * np.exp(1j * omega))
-    gain = eta**2 / np.abs(1 - eta - np.exp(1j * omega)) ** 2
-    return float((weights @ (1 / spectrum)) * (weights @ (spectrum * gain)))
+def mean_estimation_lower_bound(eta: float) -> float:
+    """Below every correlation of the noise: `regression_lower_bound` of one coordinate, without its 1/2."""
+    return (eta / (2 - eta)) ** 2
 
 
 # --- sensitivities: Table 2 ------------------------------------------------------------------------------------------
@@ -82,6 +79,14 @@ def noise_gains_damped(eigenvalues: np.ndarray, eta: float, nu: float) -> np.nda
 def noise_gains_sgd(eigenvalues: np.ndarray, eta: float) -> np.ndarray:
     """V_j of DP-SGD; (D,)."""
     return eta**2 / (1 - (1 - eta * eigenvalues) ** 2)
+
+
+def noise_gains_labels(eigenvalues: np.ndarray, eta: float) -> np.ndarray:
+    """V_j of labels with a noise of variance 1, whose gradients are ``xi x``: the term sigma_sgd^2 of Eq. 10; (D,).
+
+    It is not private noise, so it is in no units of ``G^2 / (2 rho)`` and adds to the V_j of every mechanism.
+    """
+    return eta / (2 - eta * eigenvalues)
 
 
 def excess_loss(gains: np.ndarray, eigenvalues: np.ndarray, eta: float, *, linearised: bool = False) -> float:
@@ -121,6 +126,15 @@ def regression_best(eigenvalues: np.ndarray, eta: float, **options: bool) -> flo
     responses = np.abs(1 - eta * eigenvalues[:, None] - np.exp(1j * omega)) ** -2  # (D, K)
     weight_of_gain = [excess_loss(unit, eigenvalues, eta, **options) for unit in np.eye(len(eigenvalues))]
     return float(weights @ np.sqrt(np.array(weight_of_gain) @ responses)) ** 2 * eta**2
+
+
+def regression_lower_bound(eigenvalues: np.ndarray, eta: float, **options: bool) -> float:
+    """Below every correlation of the noise, with the rate ``eta^2 d_eff`` of Theorem 2.2 and a constant of ours.
+
+    ``1 / |1 - eta lambda_j - e^iw|^2`` is at least ``1 / (2 - eta lambda_j)^2``, its value at the highest frequency,
+    and the means of |B|^2 and 1 / |B|^2 have a product of 1 or more.
+    """
+    return excess_loss((eta / (2 - eta * eigenvalues)) ** 2, eigenvalues, eta, **options)
 
 
 def best_damped(eigenvalues: np.ndarray, eta: float, **options: bool) -> tuple[float, float]:

@@ -71,22 +71,7 @@ BUDGETS = dict.fromkeys(MECHANISMS, EPSILONS) | dict.fromkeys(
 REFERENCES = {"over_dp_sgd": "DP-SGD, amplified", "over_best_nu": "best nu"}
 # streams of these draw every earlier row again; a product with the matrix is the same noise, and faster
 BY_MATRIX = ("Fourier", "dense, stamped", "dense, multi-epoch")
-# where the climbs begin at epsilon 2, 4, 8 and 16: the best rates of a coarse grid, and for rows that it did not have
-# those of the row with the nearest predicted error
-START = {
-    "DP-SGD, amplified": (1.0, 1.0, 1.0, 1.0),
-    "tree": (0.25, 0.25, 1.0, 1.0),
-    "Honaker": (0.25, 1.0, 1.0, 4.0),
-    "nu = 0": (0.25, 1.0, 1.0, 4.0),
-    "best nu": (1.0, 1.0, 1.0, 4.0),
-    "BLT": (1.0, 1.0, 4.0, 4.0),
-    "banded, cyclic Poisson": (1.0, 1.0, 4.0, 4.0),
-    "nu, balls in bins": (1.0, 1.0, 4.0, 4.0),
-    "Fourier": (0.25, 1.0, 1.0, 4.0),
-    "nu = 0, stamped": (0.25, 0.25, 1.0, 1.0),
-    "dense, stamped": (0.25, 0.25, 1.0, 1.0),
-    "dense, multi-epoch": (1.0, 1.0, 4.0, 4.0),
-}
+START = 1.0  # learning rate where every climb begins
 
 
 # --- records and model -----------------------------------------------------------------------------------------------
@@ -275,7 +260,7 @@ def cells(runs: KeptRuns, plans: Plans, mechanism: str, epsilons: Sequence[float
     best = []
     for epsilon in epsilons:
         run = Run(mechanism, epsilon, 0.0, 0, num_steps)
-        scores = runs.rates(run, START[mechanism][EPSILONS.index(epsilon)], TUNING_SEEDS, "tuning")
+        scores = runs.rates(run, START, TUNING_SEEDS, "tuning")
         best.append(dataclasses.replace(run, rate=best_of(scores)))
     found = [[runs.of_seeds(run, [seed])[0]["test"] for run in best] for seed in range(NUM_SEEDS)]
     return [
