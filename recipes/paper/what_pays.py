@@ -76,15 +76,16 @@ def one_query(words: dict, top_layer: dict) -> Iterator[Effect]:
             yield Effect(row["method"], "DP-AdamW", task, row["epsilon"], *values, len(row.get("test", range(5))))
 
 
-def correlated(found: dict) -> Iterator[Effect]:
+def correlated(found: dict, short: dict) -> Iterator[Effect]:
     """Noise mechanisms with SGD and momentum, against independent noise with amplification by sampling."""
-    for row in found["rows"]:
+    task = "SST-2 phrases, learned embeddings"
+    for row, steps in [(row, "") for row in found["rows"]] + [(row, ", 1,000 steps") for row in short["rows"]]:
         if over := row.get("over_dp_sgd"):
             values = over["mean"], over["half_of_95_interval"]
-            yield Effect(row["mechanism"], "DP-SGD", "SST-2 phrases, learned embeddings", row["epsilon"], *values)
+            yield Effect(row["mechanism"], "DP-SGD", task + steps, row["epsilon"], *values)
 
 
-def low_pass(top_layer: dict, from_scratch: dict) -> Iterator[Effect]:
+def low_pass(top_layer: dict, from_scratch: dict, regimes: dict) -> Iterator[Effect]:
     """DOPPLER: SGD and Adam with a filter."""
     for row in top_layer["rows"]:
         first = row["cells"][0]
@@ -95,6 +96,9 @@ def low_pass(top_layer: dict, from_scratch: dict) -> Iterator[Effect]:
         if row["optimizer"] in NAMES:
             half = student.ppf(0.975, 2) * row["error"]
             yield Effect(LOW_PASS, NAMES[row["optimizer"]], task, row["epsilon"], row["gain"], half, 3)
+    for name, cell in regimes["regimes"].items():
+        values = cell["gain"], cell["half_of_95_interval"], len(cell["accuracies"]["plain"])
+        yield Effect(LOW_PASS, "DP-SGD", f"regime {name}", regimes["options"]["epsilon"], *values)
 
 
 def delayed(imdb: dict, posts: dict) -> Iterator[Effect]:
@@ -132,14 +136,14 @@ def last_iterate(found: dict) -> Iterator[Effect]:
 
 
 SECTIONS = {
-    "Correlated noise with SGD": (correlated, ["training.json"]),
+    "Correlated noise with SGD": (correlated, ["training.json", "training_1000.json"]),
     "A query before the first step, and correlated noise": (
         one_query, ["one_query_words.json", "one_query_top_layer.json"],
     ),
     "Scales from the gradients: DP^2, one query, public records": (
         delayed, ["dp2_imdb.json", "dp2_stackexchange.json"],
     ),
-    "Low-pass filters": (low_pass, ["doppler_top_layer.json", "doppler_from_scratch.json"]),
+    "Low-pass filters": (low_pass, ["doppler_top_layer.json", "doppler_from_scratch.json", "doppler_regimes.json"]),
     "Public subspaces": (subspaces, ["subspace_task.json"]),
     "The last-iterate bound": (last_iterate, ["convergent_utility.json"]),
 }  # fmt: skip

@@ -65,6 +65,34 @@ def test_mechanisms_on_phrases():
         assert plain(over_nu[key]) == f"{number} [{row['predicted_error']:.0f}]", key
 
 
+def test_the_dense_optimum():
+    cells, rows = table("### The dense optimum over all epochs"), load("training_1000")["rows"]
+    assert len(cells) == len(rows)
+    for row in rows:
+        gain = row.get("over_best_nu")
+        over = f" ({signed(gain['mean'], gain['half_of_95_interval'])})" if gain else ""
+        shown = f"{row['accuracy']:.1f}{over} [{row['predicted_error']:.0f}]"
+        assert plain(cells[row["mechanism"], budget(row["epsilon"])]) == shown
+
+
+def test_regimes_of_filters():
+    found, heading = load("doppler_regimes"), "### Three regimes, named beforehand"
+    cells, ablation = table(heading), table(heading, 1)
+    for name, regime in found["regimes"].items():
+        accuracies = [f"{100 * np.mean(regime['accuracies'][key]):.1f}" for key in ("plain", "first_order_v1")]
+        gains = regime["predicted"]["gains"]["first_order_v1"]
+        assert cells["accuracy, without / with", name] == " / ".join(accuracies)
+        assert cells["Eq. 4, without sampling", name] == f"{gains['equation_4_without_sampling']:.1f}"
+        assert cells["Eq. 4, gradients of batches", name] == f"{gains['equation_4']:.1f}"
+        assert cells["ratio of powers (ours)", name] == f"{gains['power_ratio']:.1f}"
+        assert cells["the same, of all steps together (ours)", name] == f"{gains['ratio_of_displacement']:.2f}"
+        digits = 2 if name == "small rate" else 1
+        gain, half = (f"{regime[key]:{sign}.{digits}f}" for key, sign in (("gain", "+"), ("half_of_95_interval", "")))
+        assert cells["gain, points", name] == f"{gain} +- {half}"
+    differences = [cell for (_, column), cell in ablation.items() if column == "difference"]
+    assert differences == [signed(row["gain"], row["half_of_95_interval"]) for row in found["ablation"]]
+
+
 TASKS = {"sst2": "phrases", "imdb": "reviews"}
 
 

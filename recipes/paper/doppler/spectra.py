@@ -15,13 +15,14 @@ import torch
 
 from hf_dpopt.postprocess.low_pass import PRESETS, LowPassFilter
 from recipes.paper.doppler.filters import DESIGNS, passed_on
-from recipes.paper.doppler.spectrum import power_spectral_density, signal_to_noise
+from recipes.paper.doppler.spectrum import equation_4, power_ratio, power_spectral_density
 from recipes.paper.doppler.task import Size, read_data
 from recipes.paper.doppler.training import OPTIONS, PLAIN, Run, train
 from recipes.paper.runs import experiment, panels, save
 
 FILTER = "first_order_v1"
-STAGES = ("signal", "released", "filtered")
+STAGES = ("signal", "released", "filtered", "whole")
+EQUATION_4 = {"equation_4": "signal", "equation_4_without_sampling": "whole"}
 NUM_COORDINATES = 8192
 
 
@@ -30,16 +31,16 @@ class Recorder:
 
     def __init__(self, num_coordinates: int = NUM_COORDINATES):
         self.num_coordinates = num_coordinates
-        self._rows: dict[str, list[torch.Tensor]] = {stage: [] for stage in STAGES}
+        self._rows: dict[str, list[torch.Tensor]] = {}
         self._chosen_D: torch.Tensor | None = None
 
     def __call__(self, step: int, *stages: dict[str, torch.Tensor]) -> None:
-        for name, gradients in zip(STAGES, stages, strict=True):
+        for name, gradients in zip(STAGES, stages, strict=False):
             flat = torch.cat([gradients[key].flatten() for key in sorted(gradients)])
             if self._chosen_D is None:
                 order = np.random.default_rng(0).permutation(len(flat))
                 self._chosen_D = torch.tensor(order[: self.num_coordinates])
-            self._rows[name].append(flat[self._chosen_D].clone())
+            self._rows.setdefault(name, []).append(flat[self._chosen_D].clone())
 
     def recorded(self) -> dict[str, torch.Tensor]:
         """Stage -> (T, D)."""
@@ -58,12 +59,15 @@ def analyse(recorded: dict[str, torch.Tensor], noise_variance: float, segment: i
         arrived_T = torch.tensor(passed_on(low_pass, len(noise_TD)))
         signal_moved, noise_moved = (float((arrived_T @ x).norm()) for x in (recorded["signal"].double(), noise_TD))
         gains[name] = {
-            "normalised_snr": signal_to_noise(low_pass, frequencies, signal, noise_variance),
-            "snr_of_displacement": (signal_moved / noise_moved) ** 2,
+            **{
+                entry: equation_4(low_pass, *spectra[stage]) for entry, stage in EQUATION_4.items() if stage in spectra
+            },
+            "power_ratio": power_ratio(low_pass, frequencies, signal, noise_variance),
+            "ratio_of_displacement": (signal_moved / noise_moved) ** 2,
         }
-    plain = gains["none"]["snr_of_displacement"]
+    plain = gains["none"]["ratio_of_displacement"]
     for gain in gains.values():
-        gain["normalised_snr_of_displacement"] = gain.pop("snr_of_displacement") / plain
+        gain["ratio_of_displacement"] /= plain
     noise_density = power_spectral_density(noise_TD, segment)[1]
     return {
         "frequencies": frequencies.tolist(),
@@ -94,9 +98,9 @@ def compute(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def plot(numbers: dict[str, Any], path: Path) -> None:
-    """Densities of the filtered run, those of both signals, and the two ratios by filter."""
+    """Densities of the filtered run, those of both signals, Eq. 4 by filter, and two ratios of ours."""
     plain, filtered = numbers["runs"][PLAIN], numbers["runs"][FILTER]
-    figure, (spectra, signals, ratios) = panels(3, width=5.0, height=4.2)
+    figure, (spectra, signals, predicted, ratios) = panels(4, width=4.6, height=4.2)
     for name, label in (("released", "released"), ("filtered", f"after {FILTER}"), ("signal", "before the noise")):
         spectra.semilogy(filtered["frequencies"], filtered["density"][name], label=label)
     spectra.axhline(filtered["noise_variance"], color="black", linestyle=":", label="variance of the noise")
@@ -105,20 +109,25 @@ def plot(numbers: dict[str, Any], path: Path) -> None:
         share = np.array(run["density"]["signal"]) / run["noise_variance"]
         signals.semilogy(run["frequencies"], share, label=label)
     signals.set(ylabel="signal / noise", title="the gradient before the noise")
-    names = sorted(plain["gains"], key=lambda name: plain["gains"][name]["normalised_snr"])
-    for shift, key, label in (
-        (0.2, "normalised_snr", "of a filtered gradient (Eq. 4)"),
-        (-0.2, "normalised_snr_of_displacement", "of the way from the start"),
-    ):
+    names = sorted(plain["gains"], key=lambda name: plain["gains"][name]["power_ratio"])
+    bars = (
+        (predicted, 0, "equation_4", None),
+        (ratios, 0.2, "power_ratio", "power of a filtered gradient"),
+        (ratios, -0.2, "ratio_of_displacement", "way from the start"),
+    )
+    for axis, shift, key, label in bars:
         values = [plain["gains"][name][key] for name in names]
-        ratios.barh(np.arange(len(names)) + shift, values, height=0.38, label=label)
+        axis.barh(np.arange(len(names)) + shift, values, height=0.38 if shift else 0.76, label=label)
+        axis.set_yticks(range(len(names)), names)
+    predicted.axvline(0.5, color="black", linewidth=0.8)
+    predicted.set(xlabel="line: no filter", title="normalised SNR, Eq. 4 of the paper")
     ratios.axvline(1, color="black", linewidth=0.8)
-    ratios.set_yticks(range(len(names)), names)
-    ratios.set(xscale="log", xlabel="signal-to-noise ratio relative to no filter", title="what a filter gains")
+    ratios.set(xlabel="signal / noise relative to no filter", title="ratios of powers (ours)")
     for axis in (spectra, signals):
         axis.set_xlabel("frequency / Nyquist frequency")
-    for axis in (spectra, signals, ratios):
-        axis.legend(fontsize=8)
+    for axis in (spectra, signals):
+        axis.legend(fontsize=7)
+    ratios.legend(fontsize=7, loc="center right")
     save(figure, path)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import LowPassFilter
+from hf_dpopt.postprocess.recursion import impulse_response
 
 
 def frequency_response(low_pass: LowPassFilter | AdaptiveFIR, frequencies: np.ndarray) -> np.ndarray:
@@ -38,16 +39,34 @@ def power_spectral_density(recorded: torch.Tensor, segment: int = 256) -> tuple[
     return frequencies, density.mean(axis=1)
 
 
-def signal_to_noise(
+def equation_4(low_pass: LowPassFilter, frequencies: np.ndarray, signal: np.ndarray) -> float:
+    r"""Normalised signal-to-noise ratio of arXiv:2408.13460, Eq. 4: ``sum_tau k_tau c_tau / sum_tau k_tau^2``.
+
+    k is the impulse response, and ``c_tau = rho_tau - 1/2`` with rho the autocorrelation of the signal: the paper's
+    assumption ``<g_t, g_{t-tau}> >= c_tau |g_t|^2 + c_{-tau} |g_{t-tau}|^2`` with ``c_{-tau} = 1/2``, for gradients of
+    one norm. No filter has 1/2, and a filter more only if ``sum_tau k_tau rho_tau > (1 + sum_tau k_tau^2) / 2``.
+
+    Args:
+        low_pass: a filter with gain 1 at frequency 0.
+        frequencies: increasing, fractions of the Nyquist frequency, (F,).
+        signal: density of the gradient without noise, (F,).
+    """
+    response = impulse_response(low_pass.b, low_pass.a, 10_000)
+    passed = frequency_response(low_pass, frequencies).real
+    kept = np.trapezoid(passed * signal, frequencies) / np.trapezoid(signal, frequencies)  # sum_tau k_tau rho_tau
+    return float((kept - response.sum() / 2) / (response @ response))
+
+
+def power_ratio(
     low_pass: LowPassFilter | AdaptiveFIR, frequencies: np.ndarray, signal: np.ndarray, noise: np.ndarray | float
 ) -> float:
     r"""Factor by which the filter raises the ratio of signal power to noise power; 1 for the filter ``none``.
 
-    ``(int |H|^2 S / int |H|^2 N) / (int S / int N)`` over frequency, H the frequency response: the ratio after the
-    filter, normalised by that before it (our definition of the normalised ratio of arXiv:2408.13460, Eq. 4). S is the
-    density of the released gradient less that of its noise, at least 0.
+    ``(int |H|^2 S / int |H|^2 N) / (int S / int N)`` over frequency, H the frequency response; ours, not the paper's
+    `equation_4`: it does not count what the filter removes from the signal.
 
     Args:
+        low_pass: a filter.
         frequencies: increasing, fractions of the Nyquist frequency, (F,).
         signal: density of the gradient without noise, (F,).
         noise: density of the noise, (F,), or its variance if it is independent over the steps.

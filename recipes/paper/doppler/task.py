@@ -36,21 +36,23 @@ class Size:
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """Words as buckets, `PADDING` after the last one, (B, T); labels, (B,)."""
+    """What the model is given, e.g. words as buckets with `PADDING` after the last one, (B, T); labels, (B,)."""
 
-    words_BT: torch.Tensor
+    inputs: torch.Tensor
     labels_B: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.labels_B)
 
     def __getitem__(self, rows: torch.Tensor | slice) -> Records:
-        return Records(self.words_BT[rows], self.labels_B[rows])
+        return Records(self.inputs[rows], self.labels_B[rows])
 
     def trimmed(self) -> Records:
-        """Without the columns that are padding in every record."""
-        longest = int((self.words_BT != PADDING).sum(dim=1).max())
-        return Records(self.words_BT[:, :longest], self.labels_B)
+        """Words without the columns that are padding in every record."""
+        if self.inputs.is_floating_point():
+            return self
+        longest = int((self.inputs != PADDING).sum(dim=1).max())
+        return Records(self.inputs[:, :longest], self.labels_B)
 
 
 def read_records(path: Path, size: Size) -> Records:
@@ -118,7 +120,7 @@ class Classifier(nn.Module):
 @torch.no_grad()
 def evaluate(model: nn.Module, records: Records, at_a_time: int = 500) -> tuple[float, float]:
     """Accuracy and cross entropy."""
-    parts = [model(records[slice(i, i + at_a_time)].words_BT) for i in range(0, len(records), at_a_time)]
+    parts = [model(records[slice(i, i + at_a_time)].inputs) for i in range(0, len(records), at_a_time)]
     all_logits = torch.cat(parts)
     loss = nn.functional.cross_entropy(all_logits, records.labels_B)
     return (all_logits.argmax(dim=1) == records.labels_B).float().mean().item(), loss.item()
