@@ -27,6 +27,7 @@ from scipy import stats
 from hf_dpopt.accounting.best_of_runs import SHAPE, RunCount
 from hf_dpopt.accounting.random_allocation import BallsInBinsDpEvent
 from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
+from hf_dpopt.common.checks import check_choice
 from hf_dpopt.common.errors import DPConfigError
 
 Composition = tuple[tuple[DpEvent, int], ...]  # different mechanisms, and how often each of them ran
@@ -49,8 +50,7 @@ def noise_stddev_over_clip(noise_multiplier: float, adjacency: str) -> float:
 
 def relation(adjacency: str) -> NeighboringRelation:
     """dp_accounting's name for an adjacency."""
-    if adjacency not in RELATIONS:
-        raise DPConfigError(f"adjacency={adjacency!r} is unknown. Use one of: {', '.join(map(repr, RELATIONS))}.")
+    check_choice("adjacency", adjacency, RELATIONS)
     return RELATIONS[adjacency]
 
 

@@ -90,6 +90,14 @@ def is_finite(value: numbers.Real) -> bool:
         return False
 
 
+def check_range(name: str, value: Any, low: float, high: float) -> None:
+    """Refuse what is not a number in [low, high)."""
+    is_number = not isinstance(value, bool) and isinstance(value, numbers.Real) and is_finite(value)
+    if not (is_number and low <= float(value) < high):
+        allowed = f"a finite number >= {low}" if high == math.inf else f"a number in [{low}, {high})"
+        raise DPConfigError(f"{name}={shown(value)} is out of range. Use {allowed}.")
+
+
 def check_at_most(name: str, value: Any, largest: float, why: str) -> None:
     """Refuse what is above a bound on what is computed; `why` says what would become of it, and what to do."""
     if value > largest:

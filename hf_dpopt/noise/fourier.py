@@ -22,6 +22,7 @@ from typing import ClassVar, Literal, get_args
 import numpy as np
 from scipy.linalg import solve_triangular, toeplitz
 
+from hf_dpopt.common.checks import check_choice
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise.registry import Setting, register
 from hf_dpopt.noise.strategy import NoiseStrategy, lower_root
@@ -59,8 +60,7 @@ class FourierStrategy(NoiseStrategy):
     default_backend: ClassVar[str] = "regenerate"
 
     def __post_init__(self) -> None:
-        if self.decoder not in get_args(Decoder):
-            raise DPConfigError(f"decoder={self.decoder!r} is unknown. Use one of {', '.join(get_args(Decoder))}.")
+        check_choice("decoder", self.decoder, get_args(Decoder))
 
     def strategy_matrix(self, n: int) -> np.ndarray:
         return _matrices(n, self.decoder)[0]

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from hf_dpopt.common.checks import check_count
+from hf_dpopt.common.checks import check_choice, check_count
 from hf_dpopt.common.errors import DPConfigError
 
 Kind = Literal["min_sep", "fixed_epoch"]
@@ -42,8 +42,7 @@ class Participation:
     def __post_init__(self) -> None:
         check_count("max_participations", self.max_participations)
         check_count("min_sep", self.min_sep)
-        if self.kind not in get_args(Kind):
-            raise DPConfigError(f"kind={self.kind!r} is unknown. Use 'min_sep' or 'fixed_epoch'.")
+        check_choice("kind", self.kind, get_args(Kind))
 
     def fits(self, n: int) -> int:
         """Largest number of participations that fit into n steps."""

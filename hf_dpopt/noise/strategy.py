@@ -24,7 +24,7 @@ import numpy as np
 from scipy.linalg import solve_triangular, toeplitz
 from scipy.signal import fftconvolve, lfilter
 
-from hf_dpopt.common.checks import check_count
+from hf_dpopt.common.checks import check_choice, check_count
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import sensitivity
 from hf_dpopt.noise.sensitivity import Participation
@@ -152,8 +152,7 @@ class NoiseStrategy(abc.ABC):
         Raises:
             DPConfigError: for an unknown backend, counts below 1, or noise that outgrows float32.
         """
-        if backend not in BACKENDS:
-            raise DPConfigError(f"backend={backend!r} is unknown. Use one of {', '.join(BACKENDS)}.")
+        check_choice("backend", backend, BACKENDS)
         check_count("num_steps", num_steps)
         self.check_row_norms(num_steps)
         common = {"scale": scale, "num_steps": num_steps, "first_step": first_step}

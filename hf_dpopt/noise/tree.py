@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, get_args
 import numpy as np
 import torch
 
-from hf_dpopt.common.checks import check_count
+from hf_dpopt.common.checks import check_choice, check_count
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise.registry import Setting, register
 from hf_dpopt.noise.sensitivity import Participation
@@ -45,8 +45,7 @@ class TreeAggregation(NoiseStrategy):
     is_square: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.variant not in get_args(Variant):
-            raise DPConfigError(f"variant={self.variant!r} is unknown. Use one of {', '.join(get_args(Variant))}.")
+        check_choice("variant", self.variant, get_args(Variant))
         if self.restart_every is not None:
             check_count("restart_every", self.restart_every)
             object.__setattr__(self, "restart_every", int(self.restart_every))

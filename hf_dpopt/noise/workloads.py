@@ -18,6 +18,7 @@ from scipy.linalg import toeplitz
 from scipy.optimize import minimize
 from scipy.signal import fftconvolve
 
+from hf_dpopt.common.checks import check_range
 from hf_dpopt.common.errors import DPConfigError
 
 ErrorAndSlope = Callable[[np.ndarray], tuple[float, np.ndarray]]
@@ -81,8 +82,7 @@ def momentum_workload(n: int, momentum: float, step_sizes: Sequence[float] | Non
     Raises:
         DPConfigError: for a momentum outside [0, 1), or step sizes that are not n finite numbers >= 0.
     """
-    if not 0 <= momentum < 1:
-        raise DPConfigError(f"momentum={momentum} is outside [0, 1).")
+    check_range("momentum", momentum, 0, 1)
     impulse = np.cumsum(momentum ** np.arange(n))
     if step_sizes is None:
         return Workload(tuple(impulse.tolist()))

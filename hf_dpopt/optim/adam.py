@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from hf_dpopt.common.checks import check_range
 from hf_dpopt.optim.noise_aware import (
     Group,
     NoiseAwareOptimizer,
     Tensors,
-    check_range,
     relative_error,
     root_without_noise,
 )

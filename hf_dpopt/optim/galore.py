@@ -6,12 +6,11 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from hf_dpopt.common.checks import check_count
-from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.checks import check_choice, check_count, check_range
 from hf_dpopt.common.sharding import cut_like, whole_of
 from hf_dpopt.optim import OPTIMIZERS
 from hf_dpopt.optim.adam import DPAdamBC
-from hf_dpopt.optim.noise_aware import Group, NoiseAwareOptimizer, Tensors, check_range
+from hf_dpopt.optim.noise_aware import Group, NoiseAwareOptimizer, Tensors
 from hf_dpopt.postprocess import Filter, NoiseLevel
 
 Inner = Literal["adamw", "adam_bc"]
@@ -88,8 +87,7 @@ class DPGaLore(DPAdamBC):
         check_count("rank", group["rank"])
         check_count("refresh_every", group["refresh_every"])
         check_range("scale", group["scale"], 0, float("inf"))
-        if group["inner"] not in get_args(Inner):
-            raise DPConfigError(f"inner={group['inner']!r} is unknown. Use one of: {', '.join(get_args(Inner))}.")
+        check_choice("inner", group["inner"], get_args(Inner))
 
     def _subtracts_noise(self, group: Group) -> bool:
         return group["inner"] == "adam_bc"

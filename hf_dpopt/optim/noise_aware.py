@@ -5,12 +5,12 @@ from __future__ import annotations
 import abc
 import collections
 import math
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from hf_dpopt.common.checks import check_range
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.sharding import is_sharded
 from hf_dpopt.postprocess import Filter, NoiseLevel
@@ -202,10 +202,3 @@ def root_without_noise(squares: Tensors, noise: Sequence[float], floors: Sequenc
     torch._foreach_clamp_min_(roots, floors)
     torch._foreach_sqrt_(roots)
     return list(roots)
-
-
-def check_range(name: str, value: Any, low: float, high: float) -> None:
-    """Refuse what is not a number in [low, high)."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low <= float(value) < high:
-        allowed = f"a finite number >= {low}" if high == math.inf else f"a number in [{low}, {high})"
-        raise DPConfigError(f"{name}={value!r} is out of range. Use {allowed}.")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from hf_dpopt.common.checks import check_count
+from hf_dpopt.common.checks import check_choice, check_count, check_positive, check_range
 from hf_dpopt.common.errors import DPConfigError
 
 Weights = dict[str, torch.Tensor]
@@ -104,12 +104,10 @@ class IterateAverage(AfterStep):
         start: int = 0,
         decay: float = 0.999,
     ):
-        if kind not in ("uniform", "exponential"):
-            raise DPConfigError(f"kind={kind!r} is unknown. Use 'uniform' (with start=, a tail) or 'exponential'.")
+        check_choice("kind", kind, ("uniform", "exponential"))
         if start != 0:
             check_count("start", start, "a number of steps >= 0 to leave out; half of the run gives a tail average")
-        if not 0 <= decay < 1:
-            raise DPConfigError(f"decay={decay} is outside [0, 1). Use 0.999 for an average over about 1000 steps.")
+        check_range("decay", decay, 0, 1)
         super().__init__(model)
         self.kind, self.start, self.decay = kind, int(start), float(decay)
         self._num_steps = 0
@@ -173,8 +171,7 @@ class BallProjection(AfterStep):
     """
 
     def __init__(self, model: nn.Module, radius: float):
-        if not (math.isfinite(radius) and radius > 0):
-            raise DPConfigError(f"radius={radius} is no ball. Use a finite number > 0, in units of weights.")
+        check_positive(radius=radius)
         super().__init__(model)
         self.radius = float(radius)
         self.center = self._snapshot()

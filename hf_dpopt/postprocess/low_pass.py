@@ -11,6 +11,7 @@ import numpy as np
 import scipy.signal
 import torch
 
+from hf_dpopt.common.checks import check_choice
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.maps import BufferedFilter, NoiseLevel, arithmetic
@@ -81,8 +82,7 @@ class LowPassFilter(BufferedFilter):
     @classmethod
     def preset(cls, name: str) -> LowPassFilter:
         """A filter of the paper, by its name in `PRESETS`."""
-        if name not in PRESETS:
-            raise DPConfigError(f"{name!r} is no preset. Use one of: {', '.join(PRESETS)}.")
+        check_choice("filter", name, PRESETS)
         b, a = PRESETS[name]
         return cls(b=b, a=a)
 

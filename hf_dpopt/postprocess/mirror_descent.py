@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_dpopt.common.checks import check_count
-from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.checks import check_choice, check_count
 from hf_dpopt.common.types import Released
 from hf_dpopt.postprocess.maps import Postprocess
 from hf_dpopt.public.public_gradients import PublicGradients
@@ -43,8 +42,7 @@ class PublicMirrorDescent(Postprocess):
     name = "public_mirror_descent"
 
     def __init__(self, public: PublicGradients, *, num_steps: int, schedule: str = "cosine"):
-        if schedule not in SCHEDULES:
-            raise DPConfigError(f"schedule={schedule!r} is unknown. Use one of: {', '.join(map(repr, SCHEDULES))}.")
+        check_choice("schedule", schedule, SCHEDULES)
         check_count("num_steps", num_steps)
         self.public, self.num_steps, self.schedule = public, int(num_steps), schedule
         self._step = 0

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from hf_dpopt.clipping.scaling import Scale
-from hf_dpopt.common.checks import check_choice, check_count
+from hf_dpopt.common.checks import check_choice, check_count, check_kind
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.sharding import local_of
 from hf_dpopt.common.types import Gradients, Released
@@ -78,8 +78,7 @@ class DelayedPreconditioner(DividingByMoment):
         if self.adaptive_steps is not None:
             check_count("adaptive_steps", self.adaptive_steps, "the steps of an adaptive phase, an integer >= 1")
         super().__post_init__()
-        if not isinstance(self.unbiased, bool):
-            raise DPConfigError(f"unbiased={self.unbiased!r} is neither true nor false. Use one of them.")
+        check_kind("unbiased", self.unbiased, bool)
         check_choice("variant", self.variant, VARIANTS)
         if self.variant in TWO_QUERIES and self.adaptive_steps not in (None, self.delay):
             raise DPConfigError(f"variant={self.variant!r} has no SGD phase: leave adaptive_steps out.")

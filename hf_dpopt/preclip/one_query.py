@@ -22,7 +22,7 @@ import torch
 
 from hf_dpopt.clipping.scaling import Diagonal, Factored
 from hf_dpopt.clipping.squared_sum import COLUMNS, ROWS, SquaredSum, squared_sensitivity
-from hf_dpopt.common.checks import check_positive
+from hf_dpopt.common.checks import check_kind, check_positive
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.types import Gradients, Released
 from hf_dpopt.preclip.preconditioner import OpeningQuery, Preconditioning, RunOptions, check_keys
@@ -64,8 +64,7 @@ class OneQuery(Dividing):
                 f"query_noise={self.query_noise} would make the query cost more than the run. Use {LEAST_NOISE} or "
                 "more; 3 to 10 is usual."
             )
-        if not isinstance(self.by_rows, bool):
-            raise DPConfigError(f"by_rows={self.by_rows!r} is neither true nor false. Use one of them.")
+        check_kind("by_rows", self.by_rows, bool)
 
     @property
     def opening(self) -> OpeningQuery:

@@ -15,7 +15,14 @@ from typing import Any, ClassVar
 import torch
 
 from hf_dpopt.clipping.scaling import Diagonal, Factored, Scale
-from hf_dpopt.common.checks import check_choice, check_clipping_norm, check_clipping_ratio, check_positive, check_real
+from hf_dpopt.common.checks import (
+    check_choice,
+    check_clipping_norm,
+    check_clipping_ratio,
+    check_kind,
+    check_positive,
+    check_range,
+)
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.sharding import cut_like, whole_of
 from hf_dpopt.common.types import Released
@@ -212,16 +219,13 @@ class DividingByMoment(Dividing):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("second_moment", self.second_moment, RULES)
-        check_real("beta", self.beta, "a number in [0, 1); 0.9 is usual")
-        if not 0 <= self.beta < 1:
-            raise DPConfigError(f"beta={self.beta} is outside [0, 1). Use 0.9, or 0 to forget earlier phases.")
+        check_range("beta", self.beta, 0, 1)
         check_positive(eps=self.eps)
         if self.eps is not None and self.eps < SMALLEST:
             raise DPConfigError(
                 f"eps={self.eps} is so small that 1 / eps has no place in float32. Use {SMALLEST:g} or more."
             )
-        if not isinstance(self.factored, bool):
-            raise DPConfigError(f"factored={self.factored!r} is neither true nor false. Use one of them.")
+        check_kind("factored", self.factored, bool)
 
 
 class SecondMoment:

@@ -23,7 +23,7 @@ from hf_dpopt.clipping.products import wide
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.clipping.thresholds import Clipping, usable
 from hf_dpopt.clipping.units import Units
-from hf_dpopt.common.checks import check_choice, check_count, check_real
+from hf_dpopt.common.checks import check_choice, check_count, check_range
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.types import Released
 from hf_dpopt.postprocess.maps import NoiseLevel, Postprocess
@@ -233,8 +233,7 @@ class SubspaceAdaGrad(ProjectedGradient):
     name = "subspace_adagrad"
 
     def __init__(self, subspace: PublicSubspace, noise: NoiseLevel, *, eps: float = 1e-8):
-        if not (math.isfinite(eps) and eps >= 0):
-            raise DPConfigError(f"eps={eps} is no number >= 0. Use 1e-8, in units of the mean gradient.")
+        check_range("eps", eps, 0, math.inf)
         super().__init__(subspace)
         self.noise, self.eps = noise, float(eps)
         self.second_moment = torch.zeros(subspace.rank, subspace.rank, dtype=torch.float64)  # S_t, (k, k)
@@ -338,7 +337,7 @@ class PublicSubspaceProjection(Preclip):
                 f"adagrad={self.adagrad!r} cannot be used here. Use 'none' or 'released'; a 'clean' matrix is made of "
                 "un-noised gradients and costs budget of its own: recipes/linear_probe.py trains linear heads with it."
             )
-        check_real("eps", self.eps, "a number >= 0")
+        check_range("eps", self.eps, 0, math.inf)
 
     @property
     def num_public_records(self) -> int:

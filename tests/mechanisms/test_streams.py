@@ -145,7 +145,7 @@ def test_every_step_once_and_in_order(name, backend):
 
 
 def test_unknown_backends():
-    with pytest.raises(DPConfigError, match="history, regenerate"):
+    with pytest.raises(DPConfigError, match="'history', 'regenerate'"):
         NuDPFTRL(0.1).stream(_source(), scale=1.0, num_steps=4, backend="fft")
     with pytest.raises(DPConfigError, match="backend='auto'"):
         TreeAggregation().stream(_source(), scale=1.0, num_steps=4, backend="history")

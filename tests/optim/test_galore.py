@@ -116,7 +116,7 @@ def test_two_processes_compute_the_same_bits(repo):
         ({"rank": 2.0}, "rank=2.0 is not a positive count"),
         ({"refresh_every": 0}, "refresh_every=0 is not a positive count"),
         ({"scale": -1.0}, "scale=-1.0 is out of range"),
-        ({"inner": "sgd"}, "inner='sgd' is unknown. Use one of: adamw, adam_bc"),
+        ({"inner": "sgd"}, "inner='sgd' is unknown. Use one of: 'adamw', 'adam_bc'"),
     ],
 )
 def test_galore_refuses(options, match):

@@ -262,7 +262,7 @@ def test_coefficients_that_are_refused(b, a, message):
 
 
 @pytest.mark.parametrize("make, message", [
-    (lambda: LowPassFilter.preset("f7"), "Use one of: none, momentum"),
+    (lambda: LowPassFilter.preset("f7"), "Use one of: 'none', 'momentum'"),
     (lambda: LowPassFilter.butterworth(0, 0.1), "an integer >= 1"),
     (lambda: LowPassFilter.butterworth(2.0, 0.1), "an integer >= 1"),
     (lambda: LowPassFilter.butterworth(2, 1.0), r"outside \(0, 1\).*Nyquist"),

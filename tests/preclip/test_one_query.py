@@ -377,7 +377,7 @@ REFUSED = {
         dict(privacy_unit="user", records_per_user=2, local_training={"learning_rate": 0.1}),
         "Leave local_training out",
     ),
-    "words": (dict(by_rows="yes"), {}, "neither true nor false"),
+    "words": (dict(by_rows="yes"), {}, "by_rows=.*True or False"),
 }
 
 

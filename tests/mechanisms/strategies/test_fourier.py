@@ -77,7 +77,7 @@ def test_options():
     setting = Setting(num_steps=8, participation=Participation())
     assert make_strategy("fft", setting) == FourierStrategy("optimal")
     assert make_strategy("fft", setting, {"decoder": "fourier"}) == FourierStrategy("fourier")
-    with pytest.raises(DPConfigError, match="optimal, fourier"):
+    with pytest.raises(DPConfigError, match="'optimal', 'fourier'"):
         make_strategy("fft", setting, {"decoder": "best"})
     with pytest.raises(DPConfigError, match="'blt'"):
         make_strategy("fft", Setting(num_steps=10_000, participation=Participation()))
