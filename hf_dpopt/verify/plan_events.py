@@ -15,10 +15,9 @@ from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent, Trunc
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from scipy import stats
 
-from hf_dpopt.verify.matrices import ROUNDING, Strategy
+from hf_dpopt.verify.matrices import ROUNDING, Strategy, Uses, by_formula
 from hf_dpopt.verify.outcome import Contradiction, Unknown
 from hf_dpopt.verify.reading import Fields
-from hf_dpopt.verify.strategy_sensitivity import Uses, by_formula
 
 BINS = "balls_in_bins"
 Leaves = list[tuple[DpEvent, int]]

@@ -17,9 +17,8 @@ import hf_dpopt.noise as noise
 from hf_dpopt.cli.app import app
 from hf_dpopt.noise.tree import TreeAggregation
 from hf_dpopt.verify import FAILED, NOT_CHECKED, verify
-from hf_dpopt.verify.matrices import Strategy
+from hf_dpopt.verify.matrices import Strategy, Uses, by_formula
 from hf_dpopt.verify.reading import Fields
-from hf_dpopt.verify.strategy_sensitivity import Uses, by_formula
 from tests import tiny
 from tests.verify import runs
 from tests.verify.__main__ import BEGIN, END, PAGE, folders
@@ -131,7 +130,7 @@ def test_formulas_for_long_runs_are_those_for_short_ones(monkeypatch: pytest.Mon
     """Toeplitz coefficients that rise take another way when the matrix is too large."""
     own = Strategy(Fields({"name": "banded", "coefs": [1.0, 0.2, 0.6, 0.1]}, "the plan"))
     short = by_formula(own, 60, Uses(20, 3))
-    monkeypatch.setattr("hf_dpopt.verify.strategy_sensitivity.MOST_DENSE", 10)
+    monkeypatch.setattr("hf_dpopt.verify.matrices.MOST_DENSE", 10)
     assert by_formula(own, 60, Uses(20, 3)) == pytest.approx(short, rel=1e-12)
 
 
