@@ -7,15 +7,16 @@ that the record is there. Shape legend: B = rows of a batch, T = tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from hf_dpopt.common.sharding import class_of
 from hf_dpopt.records.losses import IGNORED, base_model
-from hf_dpopt.records.positions import Positions, num_entries, positions
 
 RESIZE = "If tokens were added: model.resize_token_embeddings(len(tokenizer))."
 MORE_LABELS = "If the labels are right: load the model with num_labels=<number of labels>."
@@ -24,6 +25,8 @@ LABELS = "the labels of the model"
 CHOICES = "the choices of a record"
 LABEL_COLUMNS = ("labels", "label", "label_ids")
 MASKS = ("attention_mask", "decoder_attention_mask")
+WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)")  # what adapters put around a layer
+POSITION_TABLE = re.compile(r"(^|\.)(position_embeddings|wpe|embed_positions|positions_embed)$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +56,19 @@ class Range:
         found = f"{column!r} holds {value}, which is outside 0 to {self.below - 1}{ignored}, {self.what}."
         unlabelled = value == -1 and self.what in (LABELS, CHOICES)
         return f"{found} {UNLABELLED if unlabelled else self.otherwise}".rstrip()
+
+
+@dataclasses.dataclass(frozen=True)
+class Positions:
+    """A table in which positions are looked up.
+
+    Args:
+        most: largest number of tokens of a record that have a position.
+        padding: token that takes no position (RoBERTa); None if every token takes one.
+    """
+
+    most: int
+    padding: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,6 +225,45 @@ class Limits:
     def is_empty(self, record: Any) -> bool:
         """Whether a tokenized record has no token, and so nothing to contribute."""
         return isinstance(record, Mapping) and is_flat(record.get("input_ids")) and len(record["input_ids"]) == 0
+
+
+def positions(model: nn.Module, column: str) -> Positions | None:
+    """The smallest table that reads the tokens of `column` (input_ids, or labels of a decoder); None if computed."""
+    config = getattr(model, "config", None)
+    has_encoder = getattr(config, "is_encoder_decoder", False)
+    found = []
+    for path, module in model.named_modules():
+        name = WRAPPED.sub("", path)
+        of_decoder = re.search(r"(^|\.)decoder\.", name) is not None
+        if not POSITION_TABLE.search(name) or (has_encoder and of_decoder != (column == "labels")):
+            continue
+        # subclasses may grow or clamp; learned tables that start at an offset are looked up as they are
+        if class_of(module) is not nn.Embedding and not class_of(module).__name__.endswith(
+            "LearnedPositionalEmbedding"
+        ):
+            continue
+        first = getattr(module, "offset", None)
+        padding = module.padding_idx if first is None else None  # type: ignore[union-attr]
+        rows = module.num_embeddings - (first or 0 if padding is None else padding + 1)  # type: ignore[operator]
+        declared = getattr(config, "max_position_embeddings", None) or rows
+        found.append(Positions(min(rows, declared) - _num_virtual_tokens(model), padding))
+    return min(found, key=lambda table: table.most, default=None)
+
+
+def _num_virtual_tokens(model: nn.Module) -> int:
+    """Number of positions that prompts and prefixes of adapters take."""
+    configs = getattr(model, "peft_config", None)
+    return sum(
+        getattr(c, "num_virtual_tokens", 0) or 0 for c in (configs.values() if isinstance(configs, dict) else ())
+    )
+
+
+def num_entries(row: Any) -> int:
+    """Length of a row; 0 of what has none, such as a number, also where it is a tensor."""
+    try:
+        return len(row) if isinstance(row, Sized) else 0
+    except TypeError:
+        return 0
 
 
 def padding_id_of(model: nn.Module) -> int:

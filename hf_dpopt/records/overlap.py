@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from hf_dpopt.common.collectives import current_ranks
-from hf_dpopt.records.positions import num_entries
+from hf_dpopt.records.limits import num_entries
 
 if TYPE_CHECKING:
     import pyarrow as pa

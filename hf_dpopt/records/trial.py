@@ -17,7 +17,7 @@ import torch
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.randomness.framework import keep_generators
 from hf_dpopt.records.collation import Batch, Collation, check_rows, length_of, row_of
-from hf_dpopt.records.positions import num_entries
+from hf_dpopt.records.limits import num_entries
 
 FIX = (
     "Use a collator that makes one row per record and looks at nothing else (DataCollatorWithPadding); what should "

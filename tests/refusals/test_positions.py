@@ -14,9 +14,8 @@ from torch import nn
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.records.inspection import refuse_malformed
-from hf_dpopt.records.limits import Limits
+from hf_dpopt.records.limits import Limits, positions
 from hf_dpopt.records.losses import RecordLosses
-from hf_dpopt.records.positions import positions
 from tests.refusals.base import BERT, VOCABULARY, bert
 
 
