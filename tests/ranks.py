@@ -14,32 +14,79 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 LIMIT_S = 280.0
 _NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000  # flags of unshare(2)
 
 
-def launch(
-    function: Callable[[], object], size: int, folder: Path, *, prepare: Callable[[int], object] | None = None
-) -> None:
-    """Run a function in so many ranks and wait for them; one that fails ends the others, and the test.
+class Ranks:
+    """The processes that run a function.
 
     Args:
         function: called in each rank, whose number is in ``RANK``.
         size: number of ranks; 1 is a process without a group.
-        folder: gets the output of each rank.
+        folder: the output of each rank is appended to a file there.
         prepare: called before in each rank, with its number.
+
+    Attributes:
+        codes: exit codes of those that have ended and were waited for, by rank.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    folder.mkdir(parents=True, exist_ok=True)
-    logs = [folder / f"rank-{rank}.log" for rank in range(size)]
-    pids = [_fork(function, rank, size, port, logs[rank], prepare) for rank in range(size)]
-    failed = _wait(pids)
-    assert not failed, "\n".join(f"rank {rank}: {logs[rank].read_text()[-3000:]}" for rank in failed)
+
+    def __init__(
+        self, function: Callable[[], object], size: int, folder: Path, prepare: Callable[[int], object] | None = None
+    ):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        folder.mkdir(parents=True, exist_ok=True)
+        self._logs = [folder / f"rank-{rank}.log" for rank in range(size)]
+        self._pids = [_fork(function, rank, size, port, self._logs[rank], prepare) for rank in range(size)]
+        self.codes: dict[int, int] = {}
+
+    def have_ended(self) -> bool:
+        """Whether all have ended."""
+        self._wait(os.WNOHANG)
+        return len(self.codes) == len(self._pids)
+
+    def wait(self) -> None:
+        """Wait until all have ended."""
+        self._wait(0)
+
+    def _wait(self, how: int) -> None:
+        for rank, pid in enumerate(self._pids):
+            if rank not in self.codes:
+                done, status = os.waitpid(pid, how)
+                if done:
+                    self.codes[rank] = os.waitstatus_to_exitcode(status)
+
+    def kill(self, first: int = 0, pause: float = 0.0) -> None:
+        """Kill one, and the others a moment later, as launchers do."""
+        for number, rank in enumerate(sorted(range(len(self._pids)), key=lambda rank: rank != first)):
+            if number == 1:
+                time.sleep(pause)
+            if rank not in self.codes:
+                os.kill(self._pids[rank], signal.SIGKILL)
+        self.wait()
+
+    def said(self, rank: int) -> str:
+        """The end of what a rank printed."""
+        return self._logs[rank].read_text()[-3000:]
+
+
+def launch(
+    function: Callable[[], object], size: int, folder: Path, *, prepare: Callable[[int], object] | None = None
+) -> None:
+    """Run a function in so many ranks and wait for them; one that fails ends the others, and the test; see `Ranks`."""
+    ranks, end = Ranks(function, size, folder, prepare), time.monotonic() + LIMIT_S
+    while not ranks.have_ended():
+        if any(ranks.codes.values()) or time.monotonic() > end:
+            time.sleep(1.0)  # those that fail by the same fault say so
+            ranks.kill()
+        time.sleep(0.02)
+    failed = [rank for rank, code in sorted(ranks.codes.items()) if code]
+    assert not failed, "\n".join(f"rank {rank}: {ranks.said(rank)}" for rank in failed)
 
 
 def _fork(
@@ -54,7 +101,7 @@ def _fork(
         return pid
     status = 1
     try:  # the child must never return into pytest
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
@@ -83,26 +130,6 @@ def _forget_processes() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
     GradientState._reset_state()
-
-
-def _wait(pids: Sequence[int]) -> list[int]:
-    """The ranks that failed; all have ended."""
-    left, failed, end = dict(enumerate(pids)), [], time.monotonic() + LIMIT_S
-    while left:
-        for rank, pid in list(left.items()):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                del left[rank]
-                failed += [rank] if status else []
-        if left and (failed or time.monotonic() > end):
-            time.sleep(1.0)  # those that fail by the same fault say so
-            for rank, pid in left.items():
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                failed.append(rank)
-            break
-        time.sleep(0.02)
-    return sorted(failed)
 
 
 def mount(over: Path, node: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 
@@ -15,7 +16,7 @@ from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.run.run_log import RunLog
 from tests import tiny
 from tests.run import preempted
-from tests.run.preempted import LOSES, NUM_STEPS
+from tests.run.preempted import LOSES, NUM_STEPS, assert_same, kill, resume
 
 OF_A_STEP = ("before the charge", "in the charge", "after the charge", "after the noise", "in the entry",
              "after the entry", "after the optimizer")  # fmt: skip
@@ -23,39 +24,16 @@ OF_A_STEP = ("before the charge", "in the charge", "after the charge", "after th
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
-    """(setting, lost steps) -> weights and what was spent, of a run that nothing disturbed."""
-    known = {}
-
-    def of(setting, lost=frozenset()):
-        if (setting, lost) not in known:
-            folder = tmp_path_factory.mktemp("reference") / "run"
-            known[setting, lost] = preempted.reference(folder, setting, lost)
-        return known[setting, lost]
-
-    return of
-
-
-def _kill(folder, left, setting, point, step, *, resumes=False, **changes):
-    """Leave what a run leaves that dies at a point of a step; changes are those of its arguments."""
-    folder.mkdir(exist_ok=True)
-    with preempted.known_keys(), preempted.dying(folder, left, point, step):
-        preempted.make(folder, setting, **changes).train(resume_from_checkpoint=resumes)
-    assert left.exists(), f"the run never came to {point!r} of step {step}"
-
-
-def _finish(left, setting, **changes):
-    trainer = preempted.make(left, setting, **changes)
-    with preempted.known_keys():
-        trainer.train(resume_from_checkpoint=True)
-    return trainer
+    """(setting, lost steps) -> the trainer of a run that nothing disturbed."""
+    return functools.cache(
+        lambda setting, lost=frozenset(): preempted.undisturbed(tmp_path_factory.mktemp("reference"), setting, lost)
+    )
 
 
 def _check(trainer, left, want, lost):
-    weights, spent = want
-    for name, p in tiny.weights(trainer.model).items():
-        assert torch.equal(p, weights[name]), name
-    assert trainer.privacy_spent() == spent and spent.num_steps == NUM_STEPS
-    assert spent.epsilon == trainer.plan.epsilon() <= 6.0
+    assert_same(trainer, want)
+    assert trainer.privacy_spent().num_steps == NUM_STEPS
+    assert trainer.privacy_spent().epsilon == trainer.plan.epsilon() <= 6.0
     ledger = Ledger.read(left / "out/privacy/ledger.jsonl")
     (chain,) = ledger.chains
     assert chain.lost == lost
@@ -73,9 +51,9 @@ def _check(trainer, left, want, lost):
 )  # fmt: skip
 def test_a_kill_anywhere_costs_at_most_one_update(tmp_path, references, point, step):
     left = tmp_path / "left"
-    _kill(tmp_path / "alive", left, "gaussian", point, step)
+    kill(tmp_path / "alive", left, "gaussian", point, step)
     lost = frozenset({step} if point in LOSES else ())
-    _check(_finish(left, "gaussian"), left, references("gaussian", lost), lost)
+    _check(resume(left, "gaussian"), left, references("gaussian", lost), lost)
 
 
 @pytest.mark.slow_but(2)
@@ -85,50 +63,46 @@ def test_a_kill_anywhere_costs_at_most_one_update(tmp_path, references, point, s
 def test_every_kind_of_run_goes_on_twice(tmp_path, references, setting):
     """Killed before its first checkpoint, and again with a step charged and not written down."""
     once, twice = tmp_path / "once", tmp_path / "twice"
-    _kill(tmp_path / "alive", once, setting, "after the optimizer", 2)
-    _kill(once, twice, setting, "after the noise", 5, resumes=True)
-    _check(_finish(twice, setting), twice, references(setting, frozenset({5})), {5})
+    kill(tmp_path / "alive", once, setting, "after the optimizer", 2)
+    kill(once, twice, setting, "after the noise", 5, resumes=True)
+    _check(resume(twice, setting), twice, references(setting, frozenset({5})), {5})
 
 
 @pytest.mark.parametrize("setting", ["dp2", "nu_dpftrl"])
 def test_several_lost_steps(tmp_path, references, setting):
     """Of DP^2 with a delay of two steps, all releases that a scale would have been made of."""
     folders = [tmp_path / f"left{i}" for i in range(3)]
-    _kill(tmp_path / "alive", folders[0], setting, "in the charge", 1, save_strategy="no")
-    _kill(folders[0], folders[1], setting, "in the entry", 2, resumes=True, save_strategy="no")
-    _kill(folders[1], folders[2], setting, "after the noise", 6, resumes=True, save_strategy="no")
+    kill(tmp_path / "alive", folders[0], setting, "in the charge", 1, save_strategy="no")
+    kill(folders[0], folders[1], setting, "in the entry", 2, resumes=True, save_strategy="no")
+    kill(folders[1], folders[2], setting, "after the noise", 6, resumes=True, save_strategy="no")
     want = references(setting, frozenset({1, 2, 6}))
-    _check(_finish(folders[2], setting, save_strategy="no"), folders[2], want, {1, 2, 6})
+    _check(resume(folders[2], setting, save_strategy="no"), folders[2], want, {1, 2, 6})
 
 
 def test_the_answer_to_the_query_comes_from_the_journal(tmp_path, references):
     left = tmp_path / "left"
-    _kill(tmp_path / "alive", left, "one_query", "after the query", 1)
-    _check(_finish(left, "one_query"), left, references("one_query", frozenset({1})), {1})
+    kill(tmp_path / "alive", left, "one_query", "after the query", 1)
+    _check(resume(left, "one_query"), left, references("one_query", frozenset({1})), {1})
 
 
 def test_a_query_that_was_lost_is_not_asked_again(tmp_path, caplog):
     left = tmp_path / "left"
-    _kill(tmp_path / "alive", left, "one_query", "in the query", 1)
+    kill(tmp_path / "alive", left, "one_query", "in the query", 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_dpopt.run.step.ask", lambda *a, **k: pytest.fail("the query was asked again"))
-        trainer = _finish(left, "one_query")
+        trainer = resume(left, "one_query")
     assert "is not asked again" in caplog.text
     assert trainer.privacy_spent().epsilon == trainer.plan.epsilon()
     assert not any(v.any() for v in trainer._session.stages.preclip.state_dict()["moments"].values())
-    whole = preempted.make(tmp_path / "whole", "one_query", save_strategy="no", journal_limit=0.0)
-    with preempted.known_keys(), preempted.losing(whole, frozenset({1}), loses_opening=True):
-        whole.train()
-    want = tiny.weights(whole.model)
-    assert all(torch.equal(p, want[name]) for name, p in tiny.weights(trainer.model).items())
+    assert_same(trainer, preempted.undisturbed(tmp_path / "whole", "one_query", frozenset({1}), loses_opening=True))
 
 
 def test_a_kill_in_the_middle_of_a_replay_changes_nothing(tmp_path, references):
     once, twice = tmp_path / "once", tmp_path / "twice"
-    _kill(tmp_path / "alive", once, "banded", "after the noise", 5, save_strategy="no")
-    _kill(once, twice, "banded", "after a save", 3, resumes=True)  # of a checkpoint that is written in the replay
+    kill(tmp_path / "alive", once, "banded", "after the noise", 5, save_strategy="no")
+    kill(once, twice, "banded", "after a save", 3, resumes=True)  # of a checkpoint that is written in the replay
     want = references("banded", frozenset({5}))
-    _check(_finish(twice, "banded"), twice, want, {5})
+    _check(resume(twice, "banded"), twice, want, {5})
 
 
 def test_a_save_that_fails_at_the_end_can_be_made_up_for(tmp_path, references, monkeypatch):
@@ -145,12 +119,12 @@ def test_a_save_that_fails_at_the_end_can_be_made_up_for(tmp_path, references, m
         patch.setattr(type(trainer), "_save_optimizer_and_scheduler", save_until_full)
         with pytest.raises(DPStorageError, match="No space"):
             trainer.train()
-    _check(_finish(tmp_path, "gaussian"), tmp_path, references("gaussian"), set())
+    _check(resume(tmp_path, "gaussian"), tmp_path, references("gaussian"), set())
 
 
 def test_nothing_is_read_or_charged_in_a_replay(tmp_path, monkeypatch):
     left = tmp_path / "left"
-    _kill(tmp_path / "alive", left, "users", "after the optimizer", 5, save_strategy="no")
+    kill(tmp_path / "alive", left, "users", "after the optimizer", 5, save_strategy="no")
     trainer = preempted.make(left, "users")
     read, charged = [], []
     records, charge = trainer.train_dataset, RunLog.charge
@@ -170,7 +144,7 @@ def test_nothing_is_read_or_charged_in_a_replay(tmp_path, monkeypatch):
 
 def test_the_doctor_says_what_a_resume_takes_again(tmp_path):
     left = tmp_path / "left"
-    _kill(tmp_path / "alive", left, "gaussian", "after the charge", 6)
+    kill(tmp_path / "alive", left, "gaussian", "after the charge", 6)
     command = ["doctor", str(left / "out"), "--private-state-dir", str(left / "keys")]
     said = CliRunner().invoke(app, command).output
     assert "a resume takes again at no cost; 1 of them cost epsilon and change no weights" in said
@@ -179,38 +153,38 @@ def test_the_doctor_says_what_a_resume_takes_again(tmp_path):
 
 def test_without_a_journal_a_killed_run_pays_as_before(tmp_path):
     left = tmp_path / "left"
-    _kill(tmp_path / "alive", left, "gaussian", "after the optimizer", 5, journal_limit=0.0)
+    kill(tmp_path / "alive", left, "gaussian", "after the optimizer", 5, journal_limit=0.0)
     assert not (left / "out/_journal").exists()
     more = {"target_epsilon": 9.0}  # what was planned is spent
-    trainer = _finish(left, "gaussian", **more)
+    trainer = resume(left, "gaussian", **more)
     assert trainer.privacy_spent().num_steps == NUM_STEPS + 2
     assert len(Ledger.read(left / "out/privacy/ledger.jsonl").chains) == 2
 
 
 def test_without_checkpoint_and_journal_nothing_goes_on(tmp_path):
     left = tmp_path / "left"
-    _kill(tmp_path / "alive", left, "gaussian", "after the optimizer", 2)
+    kill(tmp_path / "alive", left, "gaussian", "after the optimizer", 2)
     before = (left / "out/privacy/ledger.jsonl").read_bytes()
     shutil.rmtree(left / "out/_journal")
     with pytest.raises(DPConfigError, match="no journal that leads from the initial weights to step 2.*start over"):
-        _finish(left, "gaussian")
+        resume(left, "gaussian")
     assert (left / "out/privacy/ledger.jsonl").read_bytes() == before
 
 
 def test_a_resume_before_anything_was_charged_is_a_beginning(tmp_path, references):
     """Also where there is no folder yet: a job that is started again always resumes."""
-    _check(_finish(tmp_path, "gaussian"), tmp_path, references("gaussian"), set())
+    _check(resume(tmp_path, "gaussian"), tmp_path, references("gaussian"), set())
 
 
 def test_other_initial_weights_are_refused(tmp_path):
     left = tmp_path / "left"
-    _kill(tmp_path / "alive", left, "lora", "after the optimizer", 2)
+    kill(tmp_path / "alive", left, "lora", "after the optimizer", 2)
     before = (left / "out/privacy/ledger.jsonl").read_bytes()
     other = preempted.adapted()
     with torch.no_grad():
         next(p for n, p in other.named_parameters() if "lora_A" in n)[0, 0] += 1e-6
     with pytest.raises(DPConfigError, match="began from other weights.*same seed"):
-        _finish(left, "lora", model=other)
+        resume(left, "lora", model=other)
     assert (left / "out/privacy/ledger.jsonl").read_bytes() == before
 
 
@@ -220,23 +194,22 @@ ANYHOW = {"target_epsilon": None, "noise_multiplier": 1.0}  # a run that starts 
 def test_a_chain_goes_on_with_its_own_records_alone(tmp_path):
     """A chain of steps has one order of the records: with two, a record may come back sooner than its noise allows."""
     first, second = tiny.records(64), tiny.records(64)[32:] + tiny.records(64)[:32]
-    _kill(tmp_path / "a", tmp_path / "b", "banded", "before the charge", 7, train_dataset=first, **ANYHOW)
+    kill(tmp_path / "a", tmp_path / "b", "banded", "before the charge", 7, train_dataset=first, **ANYHOW)
     over = {"train_dataset": second, "save_strategy": "no", **ANYHOW}
-    with preempted.known_keys(), preempted.dying(tmp_path / "b", tmp_path / "c", "after the optimizer", 6):
-        preempted.make(tmp_path / "b", "banded", **over).train()
+    kill(tmp_path / "b", tmp_path / "c", "banded", "after the optimizer", 6, **over)
     with pytest.raises(DPConfigError, match="not those that this run began with"):
-        _finish(tmp_path / "c", "banded", train_dataset=second, **ANYHOW)
-    _finish(tmp_path / "c", "banded", train_dataset=first, **ANYHOW)
+        resume(tmp_path / "c", "banded", train_dataset=second, **ANYHOW)
+    resume(tmp_path / "c", "banded", train_dataset=first, **ANYHOW)
     ledger = Ledger.read(tmp_path / "c/out/privacy/ledger.jsonl")
     assert ledger.charged == (8, 6), "the first chain goes on from its own checkpoint"
 
 
 def test_a_branch_goes_on_by_its_own_journal(tmp_path):
     """The answer to the query is in the checkpoint that the branch began from, and in no journal."""
-    _kill(tmp_path / "a", tmp_path / "b", "one_query", "after the optimizer", 5, **ANYHOW)
+    kill(tmp_path / "a", tmp_path / "b", "one_query", "after the optimizer", 5, **ANYHOW)
     shutil.rmtree(tmp_path / "b/out/_journal")
-    _kill(tmp_path / "b", tmp_path / "c", "one_query", "after the optimizer", 5, resumes=True, **ANYHOW)
-    trainer = _finish(tmp_path / "c", "one_query", **ANYHOW)
+    kill(tmp_path / "b", tmp_path / "c", "one_query", "after the optimizer", 5, resumes=True, **ANYHOW)
+    trainer = resume(tmp_path / "c", "one_query", **ANYHOW)
     charged = Ledger.read(tmp_path / "c/out/privacy/ledger.jsonl").charged
     assert trainer.state.global_step == NUM_STEPS and charged == (5, NUM_STEPS - 3)
 
@@ -277,7 +250,7 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
 def test_a_run_with_public_gradients_saves_resumes_and_is_released(tmp_path):
     """What its preconditioner keeps are numbers of public records, which no scan takes for private ones."""
     options = {"preconditioner": "adadps", "public_dataset": tiny.records(128)[64:], "data_collator": tiny.collate}
-    _kill(tmp_path / "a", tmp_path / "b", "gaussian", "after the optimizer", 5, **options)
-    trainer = _finish(tmp_path / "b", "gaussian", **options)
+    kill(tmp_path / "a", tmp_path / "b", "gaussian", "after the optimizer", 5, **options)
+    trainer = resume(tmp_path / "b", "gaussian", **options)
     trainer.save_model()
     assert trainer.state.global_step == NUM_STEPS and (tmp_path / "b/out/model.safetensors").is_file()

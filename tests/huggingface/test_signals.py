@@ -14,7 +14,7 @@ from hf_dpopt.huggingface.preemption import SIGNALS, Preempted
 from hf_dpopt.run.ledger import Ledger
 from tests import tiny
 from tests.run import preempted
-from tests.run.preempted import NUM_STEPS
+from tests.run.preempted import NUM_STEPS, assert_same, resume, undisturbed
 
 
 def send(number, step):
@@ -34,7 +34,6 @@ def handlers():
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 @pytest.mark.parametrize("save_strategy", ["no", "steps"])
 def test_a_signal_ends_at_a_step_and_costs_nothing(tmp_path, handlers, number, save_strategy):
-    want, spent = preempted.reference(tmp_path / "reference", "nu_dpftrl")
     options = {"save_strategy": save_strategy, "logging_strategy": "no"}
     trainer = preempted.make(tmp_path, "nu_dpftrl", callbacks=[send(number, 4)], **options)
     with preempted.known_keys(), pytest.raises(SystemExit) as ended:
@@ -43,11 +42,7 @@ def test_a_signal_ends_at_a_step_and_costs_nothing(tmp_path, handlers, number, s
     assert trainer.state.global_step == 4
     assert (tmp_path / "out/checkpoint-4/trainer_state.json").exists()
     assert Ledger.read(tmp_path / "out/privacy/ledger.jsonl").num_charged == 4
-    again = preempted.make(tmp_path, "nu_dpftrl", **options)
-    with preempted.known_keys():
-        again.train(resume_from_checkpoint=True)
-    assert all(torch.equal(p, want[name]) for name, p in tiny.weights(again.model).items())
-    assert again.privacy_spent() == spent
+    assert_same(resume(tmp_path, "nu_dpftrl", **options), undisturbed(tmp_path / "reference", "nu_dpftrl"))
 
 
 def test_a_signal_in_the_last_step_ends_with_its_checkpoint(tmp_path, handlers):
@@ -55,9 +50,8 @@ def test_a_signal_in_the_last_step_ends_with_its_checkpoint(tmp_path, handlers):
     trainer = preempted.make(tmp_path, "gaussian", callbacks=[send(signal.SIGTERM, NUM_STEPS)], **options)
     with pytest.raises(Preempted):
         trainer.train()
-    again = preempted.make(tmp_path, "gaussian", **options)
-    assert again.train(resume_from_checkpoint=True).global_step == NUM_STEPS
-    assert again.privacy_spent().num_steps == NUM_STEPS
+    again = resume(tmp_path, "gaussian", **options)
+    assert again.state.global_step == again.privacy_spent().num_steps == NUM_STEPS
     assert all(torch.equal(p, tiny.weights(trainer.model)[name]) for name, p in tiny.weights(again.model).items())
 
 
@@ -94,9 +88,8 @@ def test_what_a_signal_saves_is_enough_to_go_on(tmp_path, handlers, options):
     with pytest.raises(Preempted):
         trainer.train()
     assert trainer.args.save_only_model == options.get("save_only_model", False)
-    again = preempted.make(tmp_path, "gaussian", **options)
-    assert again.train(resume_from_checkpoint=True).global_step == NUM_STEPS
-    assert again.privacy_spent().num_steps == NUM_STEPS
+    again = resume(tmp_path, "gaussian", **options)
+    assert again.state.global_step == again.privacy_spent().num_steps == NUM_STEPS
 
 
 def test_a_handler_of_somebody_else_stays(tmp_path):
@@ -129,9 +122,8 @@ def test_what_is_interrupted_is_closed_and_goes_on_for_nothing(tmp_path, is_main
     """Ctrl-C in the middle of a step that was released, in a script, a notebook or a thread."""
 
     def train() -> None:
-        interrupting = tiny.At("pre_optimizer_step", _interrupt, 4)
-        with preempted.known_keys(), contextlib.suppress(KeyboardInterrupt):
-            preempted.make(tmp_path, "nu_dpftrl", callbacks=[interrupting]).train()
+        with contextlib.suppress(KeyboardInterrupt):
+            preempted.start(tmp_path, "nu_dpftrl", callbacks=[tiny.At("pre_optimizer_step", _interrupt, 4)])
 
     if is_main:
         train()
@@ -140,9 +132,6 @@ def test_what_is_interrupted_is_closed_and_goes_on_for_nothing(tmp_path, is_main
         thread.start()
         thread.join()
     assert (tmp_path / "out/privacy/statement.md").exists()
-    want, spent = preempted.reference(tmp_path / "reference", "nu_dpftrl")
-    again = preempted.make(tmp_path, "nu_dpftrl")
-    with preempted.known_keys():
-        again.train(resume_from_checkpoint=True)
-    assert all(torch.equal(p, want[name]) for name, p in tiny.weights(again.model).items())
-    assert again.privacy_spent() == spent and spent.num_steps == NUM_STEPS
+    again = resume(tmp_path, "nu_dpftrl")
+    assert_same(again, undisturbed(tmp_path / "reference", "nu_dpftrl"))
+    assert again.privacy_spent().num_steps == NUM_STEPS

@@ -83,14 +83,10 @@ def killed(folder: Path, setting: str, lost: int) -> None:
             write(journal, kind, step, *rest)
 
     alive, left, whole = (folder / f"killed-{name}" for name in ("alive", "left", "whole"))
-    with preempted.known_keys():
-        with mock.patch.object(Journal, "write", skipping), contextlib.suppress(preempted.Killed):
-            preempted.make(alive, setting, callbacks=[Die(alive, left, lost)]).train()
-        trainer = preempted.make(left, setting)
-        trainer.train(resume_from_checkpoint=True)
-        undisturbed = preempted.make(whole, setting, save_strategy="no", journal_limit=0.0)
-        with preempted.losing(undisturbed, frozenset({lost})):
-            undisturbed.train()
+    with mock.patch.object(Journal, "write", skipping), contextlib.suppress(preempted.Killed):
+        preempted.start(alive, setting, callbacks=[Die(alive, left, lost)])
+    trainer = preempted.resume(left, setting)
+    undisturbed = preempted.undisturbed(whole, setting, frozenset({lost}))
     rank, want = collectives.rank(), tiny.weights(undisturbed.model)
     facts = {
         "taken_again": [

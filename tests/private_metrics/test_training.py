@@ -164,16 +164,10 @@ def test_a_killed_run_goes_on_to_the_same_lines(tmp_path, point):
     """The released numbers are taken from the journal: the same values, and no noise that was seen with others."""
     options = {"log_private_metrics": 0.3, "logging_steps": 2}
     alive, left, whole = (tmp_path / name for name in ("alive", "left", "whole"))
-    alive.mkdir()
-    with preempted.known_keys():
-        with preempted.dying(alive, left, point, 5):
-            preempted.make(alive, "gaussian", **options).train()
-        trainer = preempted.make(left, "gaussian", **options)
-        trainer.train(resume_from_checkpoint=True)
-        undisturbed = preempted.make(whole, "gaussian", **options, save_strategy="no", journal_limit=0.0)
-        lost = frozenset() if point == "after the optimizer" else frozenset({5})
-        with preempted.losing(undisturbed, lost):
-            undisturbed.train()
+    preempted.kill(alive, left, "gaussian", point, 5, **options)
+    trainer = preempted.resume(left, "gaussian", **options)
+    lost = frozenset() if point == "after the optimizer" else frozenset({5})
+    undisturbed = preempted.undisturbed(whole, "gaussian", lost, **options)
     assert trainer.privacy_spent().epsilon == undisturbed.privacy_spent().epsilon
     assert _lines(trainer) == _lines(undisturbed) and len(_lines(trainer)) >= 2
 

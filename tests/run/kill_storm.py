@@ -26,12 +26,10 @@ import random
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,7 +52,7 @@ from hf_dpopt.run.journal import JOURNAL, Journal
 from hf_dpopt.run.keys import Keys
 from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.run.run_log import RunLog, find_run
-from tests import tiny
+from tests import ranks, tiny
 from tests.run import preempted
 from tests.sharded.trained import allow_fsdp_on_cpus
 
@@ -134,10 +132,7 @@ def _telling_of_exports(pipe: int) -> Any:
 def _train(folder: Path, setting: str, resumes: bool) -> None:
     """Train to the end, and leave the weights and what was spent."""
     _prepare(setting)
-    trainer = preempted.make(folder, setting)
-    with preempted.known_keys():
-        trainer.train(resume_from_checkpoint=resumes)
-    _leave(folder, trainer)
+    _leave(folder, preempted.start(folder, setting, resumes=resumes))
 
 
 def _prepare(setting: str) -> None:
@@ -158,81 +153,43 @@ def _leave(folder: Path, trainer: Any) -> None:
 
 def _reference(folder: Path, setting: str, key: int, lost: frozenset[int], loses_opening: bool) -> None:
     _prepare(setting)
-    trainer = preempted.make(folder, setting, save_strategy="no", journal_limit=0.0)
-    with preempted.known_keys(key), preempted.losing(trainer, lost, loses_opening=loses_opening):
-        trainer.train()
-    _leave(folder, trainer)
+    _leave(folder, preempted.undisturbed(folder, setting, lost, key=key, loses_opening=loses_opening))
 
 
 # --- in the parent ---
 
 
-class Processes:
-    """The processes of one start of a run, each forked from this one, and the pipe on which they tell their phases."""
+class Processes(ranks.Ranks):
+    """The processes of one start of a run, and the pipe on which they tell their phases."""
 
     def __init__(self, work: Callable[[], None], world: int, folder: Path):
         self.pipe, writes = os.pipe()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.pids = [self._fork(work, rank, world, port, writes, folder) for rank in range(world)]
-        os.close(writes)
-        self.codes: dict[int, int] = {}
 
-    def _fork(self, work: Callable[[], None], rank: int, world: int, port: int, writes: int, folder: Path) -> int:
-        pid = os.fork()
-        if pid:
-            return pid
-        code = 1
-        try:
-            os.close(self.pipe)
-            log = os.open(folder / f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            if world > 1:
-                os.environ |= {
-                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                }  # fmt: skip
-            with _telling(writes) if rank == 0 else contextlib.nullcontext():
+        def told() -> None:
+            with _telling(writes) if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext():
                 work()
-            code = 0
-        except BaseException:
-            (folder / f"error-{rank}.txt").write_text(traceback.format_exc())
-        finally:
-            os._exit(code)  # never back into the parent's code
+
+        super().__init__(told, world, folder)
+        os.close(writes)
 
     def letters(self, seconds: float) -> str:
         """What was told, after waiting that long for it at most; empty for nothing, or if all have ended."""
         ready, _, _ = select.select([self.pipe], [], [], max(0.0, seconds))
         return os.read(self.pipe, 1 << 16).decode() if ready else ""
 
-    def has_ended(self) -> bool:
-        """Whether all have ended; those that have are waited for."""
-        for pid in self.pids:
-            if pid not in self.codes:
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    self.codes[pid] = os.waitstatus_to_exitcode(status)
-        return len(self.codes) == len(self.pids)
-
-    def kill(self, first: int, pause: float) -> None:
-        """Kill one, and the others a moment later, as launchers do."""
-        order = [self.pids[first], *(pid for pid in self.pids if pid != self.pids[first])]
-        for number, pid in enumerate(order):
-            if number == 1:
-                time.sleep(pause)
-            if pid not in self.codes:
-                os.kill(pid, signal.SIGKILL)
+    def end(self) -> None:
+        """Wait for all, and stop at what a process says went wrong: of one whose partner was killed it is no error."""
         self.wait()
-
-    def wait(self) -> None:
-        """Wait until all have ended."""
-        for pid in self.pids:
-            if pid not in self.codes:
-                _, status = os.waitpid(pid, 0)
-                self.codes[pid] = os.waitstatus_to_exitcode(status)
         os.close(self.pipe)
+        if self.is_killed and len(self.codes) > 1:
+            return
+        failed = [rank for rank, code in self.codes.items() if code not in (0, -signal.SIGKILL)]
+        assert not failed, self.said(failed[0]).strip().splitlines()[-1]
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether one of those that have ended was killed."""
+        return -signal.SIGKILL in self.codes.values()
 
 
 class Storm:
@@ -268,10 +225,9 @@ class Storm:
                         self._durations.setdefault("start", now - began)
                 else:
                     spent[letter] += now - begun[letter.upper()]
-            if not letters and processes.has_ended():
+            if not letters and processes.have_ended():
                 break
-        processes.wait()
-        _check_no_error(folder)
+        processes.end()
         for letter, total in spent.items():
             self._durations[letter] = total / self._counts[letter.upper()]
         self._durations["anywhere"] = now - began
@@ -319,17 +275,13 @@ class Storm:
                     due = time.monotonic() + wait
             if due is not None and time.monotonic() >= due:
                 processes.kill(victim, pause)
-                if any(code == -signal.SIGKILL for code in processes.codes.values()):
-                    kills.append(phase)
-                    _check_no_error(folder, killed=processes.codes)
-                    return False
-                break
-            if not letters and processes.has_ended():
-                processes.wait()
+            if not letters and processes.have_ended():
                 break
             assert time.monotonic() < began + PATIENCE, "a process neither ended nor died"
-        _check_no_error(folder)
-        return True
+        if processes.is_killed:
+            kills.append(phase)
+        processes.end()
+        return not processes.is_killed
 
     def _compare(self, folder: Path) -> dict[str, Any]:
         """Compare the weights of a run that is done; an AssertionError says what is wrong."""
@@ -339,7 +291,7 @@ class Storm:
         lost = frozenset(chains[0].lost)
         _check_ended(folder, ledger)
         result = torch.load(folder / "result.pt", weights_only=True)
-        loses_opening = any("it is not asked again" in path.read_text() for path in folder.glob("log-*.txt"))
+        loses_opening = any("it is not asked again" in path.read_text() for path in folder.glob("rank-*.log"))
         want = self._wanted(preempted.number_of(chains[0].key_id), lost, loses_opening)
         other = [name for name, p in result["weights"].items() if not torch.equal(p, want["weights"][name])]
         assert not other, f"{len(other)} tensors differ ({other[0]}); lost steps {sorted(lost)}"
@@ -356,8 +308,7 @@ class Storm:
             folder = self.folder / "reference"
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            Processes(lambda: _reference(folder, self.setting, *of), self.world, folder).wait()
-            _check_no_error(folder)
+            Processes(lambda: _reference(folder, self.setting, *of), self.world, folder).end()
             self._known[of] = torch.load(folder / "result.pt", weights_only=True)
         return self._known[of]
 
@@ -389,16 +340,6 @@ def _other_charges(folder: Path, epsilon: float) -> dict[str, Any]:
         assert ledger.spent >= epsilon, f"the run costs {epsilon}, and {ledger.spent} is charged to the dataset"
         assert len(ledger.entries) == 1, f"the dataset was charged for {len(ledger.entries)} runs"
     return found
-
-
-def _check_no_error(folder: Path, killed: dict[int, int] | None = None) -> None:
-    """Stop at what a process says went wrong; that of a process whose partner was killed is no error of the run."""
-    errors = sorted(folder.glob("error-*.txt"))
-    if killed is not None and -signal.SIGKILL in killed.values() and len(killed) > 1:
-        for path in errors:
-            path.unlink()
-        return
-    assert not errors, errors[0].read_text().strip().splitlines()[-1]
 
 
 # --- the command ---

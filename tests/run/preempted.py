@@ -182,13 +182,63 @@ def losing(trainer: Any, steps: frozenset[int], *, loses_opening: bool = False) 
         yield
 
 
-def reference(folder: Path, setting: str, lost: frozenset[int] = frozenset(), first_key: int = 0) -> Any:
-    """Weights and epsilon of a run that nothing disturbed, in which some steps made no update."""
-    folder.mkdir(parents=True)
-    trainer = make(folder, setting, save_strategy="no", journal_limit=0.0)
-    with known_keys(first_key), losing(trainer, lost):
+# --- what a test does with a run ---
+
+
+def start(folder: Path, setting: str, *, resumes: bool = False, key: int = 0, **changes: Any) -> Any:
+    """Train under keys that can be told, and return the trainer; changes are those of its arguments."""
+    folder.mkdir(parents=True, exist_ok=True)
+    trainer = make(folder, setting, **changes)
+    with known_keys(key):
+        trainer.train(resume_from_checkpoint=resumes)
+    return trainer
+
+
+def kill(
+    folder: Path,
+    left: Path,
+    setting: str,
+    point: str,
+    step: int,
+    *,
+    resumes: bool = False,
+    key: int = 0,
+    **changes: Any,
+) -> None:
+    """Leave in ``left`` what a run leaves that dies at a point of a step."""
+    with dying(folder, left, point, step):
+        start(folder, setting, resumes=resumes, key=key, **changes)
+    assert left.exists(), f"the run never came to {point!r} of step {step}"
+
+
+def resume(left: Path, setting: str, **changes: Any) -> Any:
+    """Go on with what a run left, as a job that is started again, and return the trainer."""
+    return start(left, setting, resumes=True, **changes)
+
+
+def undisturbed(
+    folder: Path,
+    setting: str,
+    lost: frozenset[int] = frozenset(),
+    *,
+    key: int = 0,
+    loses_opening: bool = False,
+    **changes: Any,
+) -> Any:
+    """The trainer of a run that nothing disturbed, in which some steps made no update."""
+    folder.mkdir(parents=True, exist_ok=True)
+    trainer = make(folder, setting, save_strategy="no", journal_limit=0.0, **changes)
+    with known_keys(key), losing(trainer, lost, loses_opening=loses_opening):
         trainer.train()
-    return tiny.weights(trainer.model), trainer.privacy_spent()
+    return trainer
+
+
+def assert_same(trainer: Any, want: Any) -> None:
+    """Two trainers have the same weights, to the last bit, and have spent the same."""
+    wanted = tiny.weights(want.model)
+    for name, p in tiny.weights(trainer.model).items():
+        assert torch.equal(p, wanted[name]), name
+    assert trainer.privacy_spent() == want.privacy_spent()
 
 
 # --- points at which a run dies ---

@@ -23,17 +23,12 @@ from tests.run import preempted
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     """A run without a checkpoint that died after step 5; and one of another key."""
-    made = []
-    for number in (0, 1):
-        folder = tmp_path_factory.mktemp("killed")
-        (folder / "alive").mkdir()
-        with (
-            preempted.known_keys(first=number),
-            preempted.dying(folder / "alive", folder / "left", "after the optimizer", 5),
-        ):
-            preempted.make(folder / "alive", "gaussian", save_strategy="no").train()
-        made.append(folder / "left")
-    yield made
+    folders = [tmp_path_factory.mktemp("killed") for _ in (0, 1)]
+    for number, folder in enumerate(folders):
+        preempted.kill(
+            folder / "alive", folder / "left", "gaussian", "after the optimizer", 5, key=number, save_strategy="no"
+        )
+    return [folder / "left" for folder in folders]
 
 
 @pytest.fixture
@@ -55,9 +50,7 @@ def _entry(folder, step, kind="step"):
 
 
 def _resume(folder, **changes):
-    trainer = preempted.make(folder, "gaussian", save_strategy="no", **changes)
-    trainer.train(resume_from_checkpoint=True)
-    return trainer
+    return preempted.resume(folder, "gaussian", save_strategy="no", **changes)
 
 
 def _flip(path, position):
@@ -172,10 +165,8 @@ def test_entries_that_are_cut_off_make_no_loss_of_several_steps(left):
 
 def test_a_checkpoint_that_the_journal_does_not_begin_at_is_gone_on_with_as_before(tmp_path):
     """The journal reaches back to the last checkpoint; an older one begins a chain of its own, and pays."""
-    (tmp_path / "alive").mkdir()
-    with preempted.dying(tmp_path / "alive", tmp_path / "left", "after the optimizer", 7):
-        preempted.make(tmp_path / "alive", "gaussian").train()
     left = tmp_path / "left"
+    preempted.kill(tmp_path / "alive", left, "gaussian", "after the optimizer", 7)
     trainer = preempted.make(left, "gaussian", target_epsilon=9.0)
     trainer.train(resume_from_checkpoint=str(left / "out/checkpoint-3"))
     chains = Ledger.read(left / "out/privacy/ledger.jsonl").charged
