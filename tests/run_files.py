@@ -1,14 +1,13 @@
 """Files of a run, read by their documented names: `output_dir/privacy` and the private folder. Tests of the trainer and
-of the command line read and forge them here alone."""
+of the command line read them here alone."""
 
 from __future__ import annotations
 
 import dataclasses
 import fcntl
-import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -82,18 +81,6 @@ def charged_in_log(private_dir: Path) -> int:
     """Steps that the logs in a private folder know, of all runs and keys."""
     logs = (path.read_text() for path in private_dir.glob("runs/*/log.jsonl"))
     return sum(log.count('"kind":"step"') for log in logs)
-
-
-def forge(path: Path, change: Callable[[list[dict[str, Any]]], Any]) -> None:
-    """Change the records of a hash-chained file, and make the digests that fit, as anybody can who may write to it."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    change(lines)
-    text, prev = "", "0" * 64
-    for line in lines:
-        body = {key: value for key, value in line.items() if key not in ("prev", "sha256")} | {"prev": prev}
-        prev = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-        text += json.dumps(body | {"sha256": prev}, sort_keys=True, separators=(",", ":")) + "\n"
-    path.write_text(text)
 
 
 @contextmanager

@@ -11,6 +11,9 @@ import scipy.stats
 import torch
 from transformers import TrainerCallback
 
+from hf_dpopt import DPTrainer
+from tests import tiny
+
 LEDGER = Path("privacy") / "ledger.jsonl"
 ALPHA = 1e-6  # probability of a false alarm, per step
 
@@ -21,17 +24,22 @@ def records_of(out: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in ("prev", "sha256")} for line in lines]
 
 
-def write(out: Path, records: list[dict[str, Any]]) -> None:
-    """Write records as a ledger whose hashes fit, in place of the one that is there."""
+def sealed(records: list[dict[str, Any]]) -> str:
+    """Lines of a ledger whose hashes fit, whatever the records say."""
     text, prev = "", "0" * 64
     for record in records:
-        body = record | {"prev": prev}
+        body = {name: value for name, value in record.items() if name != "sha256"} | {"prev": prev}
         prev = hashlib.sha256(_canonical(body).encode()).hexdigest()
         text += _canonical(body | {"sha256": prev}) + "\n"
+    return text
+
+
+def write(out: Path, records: list[dict[str, Any]]) -> None:
+    """Write records as a ledger whose hashes fit, in place of the one that is there."""
     path = out / LEDGER
     path.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(sealed(records))
 
 
 class Releases(TrainerCallback):
@@ -42,6 +50,18 @@ class Releases(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.seen[state.global_step + 1] = torch.cat([p.grad.flatten().double() for p in model.parameters()])
+
+
+def train(out: Path, *, stop: int, resume: Any = None, **changes: Any) -> tuple[DPTrainer, dict[int, torch.Tensor]]:
+    """Train up to a step, with checkpoints; return the trainer and what every step released."""
+    seen = Releases()
+    options: dict[str, Any] = dict(
+        model=tiny.model(dropout=0.0), max_steps=6, save_strategy="steps", learning_rate=1e-3, clipping_norm=0.1,
+        logging_strategy="no",
+    ) | changes  # fmt: skip
+    made = tiny.trainer(out, **options | {"callbacks": [seen, *changes.get("callbacks", ()), tiny.StopAt(stop)]})
+    made.train(resume_from_checkpoint=resume)
+    return made, seen.seen
 
 
 def assert_fresh(made: Any, first: dict[int, torch.Tensor], again: dict[int, torch.Tensor]) -> None:

@@ -93,6 +93,38 @@ def words(padding_side: str = "right") -> Any:
     )
 
 
+class Lazy(torch.utils.data.Dataset):
+    """Makes its records when they are asked for, so that most are met in a step first.
+
+    Args:
+        rows: the records.
+        bad: called in the place of the record ``at``.
+    """
+
+    def __init__(self, rows: list[Any], bad: Callable[[], Any] | None = None, at: int = -1):
+        self.rows, self.bad, self.at = rows, bad, at
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.bad() if self.bad is not None and i == self.at else self.rows[i]
+
+
+def raising(error: BaseException) -> Callable[[], Any]:
+    """A record that cannot be read."""
+
+    def fail() -> Any:
+        raise error
+
+    return fail
+
+
+def masked(num: int) -> list[dict[str, Any]]:
+    """Records with a mask of their own."""
+    return [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in tiny.records(num)]
+
+
 def clipped_sums(make: Make, dataset: Any, indices: Sequence[int], output_dir: Path) -> dict[str, torch.Tensor]:
     """Sums of clipped gradients of one step that holds `indices`, float64, by parameter."""
     with forced_draws(indices) as seen:

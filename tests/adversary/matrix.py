@@ -87,20 +87,11 @@ def changed(row: dict[str, Any], odd: str) -> dict[str, Any]:
     return {**row, "input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
 
 
-class Lazy(torch.utils.data.Dataset):
-    """Makes its records when they are asked for; with `cuts`, several rows of each."""
-
-    def __init__(self, made: list[dict[str, Any]], cuts: bool):
-        self.made, self.cuts = made, cuts
-
-    def __len__(self) -> int:
-        return len(self.made)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        return self.made[i]
+class Cut(harness.Lazy):
+    """Reads several records at once, and makes several rows of each."""
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        return [part for i in indices for part in (_cut(self.made[i]) if self.cuts else [self.made[i]])]
+        return [part for i in indices for part in _cut(self.rows[i])]
 
 
 def _cut(row: dict[str, Any], size: int = 6) -> list[dict[str, Any]]:
@@ -114,8 +105,8 @@ def _cut(row: dict[str, Any], size: int = 6) -> list[dict[str, Any]]:
 DATASETS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
     "list": lambda made: made,
     "stored": datasets.Dataset.from_list,
-    "lazy": lambda made: Lazy(made, cuts=False),
-    "several rows": lambda made: Lazy(made, cuts=True),
+    "lazy": harness.Lazy,
+    "several rows": Cut,
     "transform": lambda made: datasets.Dataset.from_list(made).with_transform(lambda batch: batch),
 }
 
@@ -194,8 +185,8 @@ def trainer(cell: dict[str, str], output_dir: Path, dataset: Any) -> Any:
 
 
 def _without_author(dataset: Any) -> Any:
-    strip = [{k: v for k, v in row.items() if k != "author"} for row in (dataset if isinstance(dataset, list) else dataset.made)]  # fmt: skip
-    return strip if isinstance(dataset, list) else Lazy(strip, dataset.cuts)
+    strip = [{k: v for k, v in row.items() if k != "author"} for row in getattr(dataset, "rows", dataset)]
+    return strip if isinstance(dataset, list) else type(dataset)(strip)
 
 
 def run(cell: dict[str, str], folder: Path) -> dict[str, Any]:

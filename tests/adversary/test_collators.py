@@ -12,7 +12,15 @@ import transformers as tf
 
 from hf_dpopt.records.collation import Collation, is_known
 from tests import tiny
-from tests.adversary.harness import assert_kept, assert_kept_or_refused, assert_refused, influence, making, words
+from tests.adversary.harness import (
+    assert_kept,
+    assert_kept_or_refused,
+    assert_refused,
+    influence,
+    making,
+    masked,
+    words,
+)
 
 NUM, WIDTH = 8, 6
 
@@ -168,14 +176,13 @@ def test_a_config_that_names_no_token_of_the_model_is_not_padded_with_it(tmp_pat
 
 def test_a_tokenizer_that_pads_with_a_new_token_is_refused(tmp_path):
     """Every padded record would be left out of its step."""
-    rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in tiny.records(NUM)]
     tokenizer = words()
     tokenizer.add_special_tokens({"pad_token": "<new>"})
     assert tokenizer.pad_token_id >= tiny.VOCABULARY
     make = making(data_collator=tf.DataCollatorWithPadding(tokenizer))
     assert_refused(
         make,
-        datasets.Dataset.from_list(rows),
+        datasets.Dataset.from_list(masked(NUM)),
         tmp_path,
         match="padding token .* outside 0 to 39, .*resize_token_embeddings",
     )

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from hf_dpopt import DPConfigError, DPTrainer
 from hf_dpopt.accounting.filter import RenyiFilter, charge_of
 from hf_dpopt.cli.app import app
-from tests import tiny
+from tests.adversary import forging
 from tests.adversary.forging import records_of, write
 
 SAVED_AT, NUM_STEPS, BUDGET = 2, 4, 40.0
@@ -29,12 +29,10 @@ def _private_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def train(out: Path, *, stop: int = NUM_STEPS, resume: bool = False, **changes: Any) -> DPTrainer:
     """Train a run that is charged to `people.jsonl` beside its folder."""
     options = dict(
-        max_steps=NUM_STEPS, save_strategy="steps", save_steps=SAVED_AT, noise_multiplier=1.5, logging_strategy="no",
-        privacy_ledger=str(out.parent / "people.jsonl"), privacy_ledger_epsilon=BUDGET, callbacks=[tiny.StopAt(stop)],
+        max_steps=NUM_STEPS, save_steps=SAVED_AT, noise_multiplier=1.5, privacy_ledger_epsilon=BUDGET,
+        privacy_ledger=str(out.parent / "people.jsonl"),
     )  # fmt: skip
-    made = tiny.trainer(out, model=tiny.model(dropout=0.0), **options | changes)
-    made.train(resume_from_checkpoint=resume)
-    return made
+    return forging.train(out, stop=stop, resume=resume, **options | changes)[0]
 
 
 def dataset_ledger(folder: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer
 from tests import tiny
+from tests.adversary.forging import records_of
 
 LOG = Path("run/privacy/ledger.jsonl")
 
@@ -48,7 +48,7 @@ def evaluate(home: Path, moved: float) -> float:
 
 
 def charges(home: Path) -> int:
-    return sum(json.loads(line)["kind"] == "evaluation" for line in (home / LOG).read_text().splitlines())
+    return sum(one["kind"] == "evaluation" for one in records_of(home / "run"))
 
 
 @pytest.mark.parametrize("last", ["charge", "answer"])

@@ -21,7 +21,8 @@ import torch
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer
 from tests import tiny
-from tests.adversary.forging import LEDGER, Releases, assert_fresh, records_of, write
+from tests.adversary import forging
+from tests.adversary.forging import LEDGER, assert_fresh, records_of, write
 
 SAVED_AT, RAN, NUM_STEPS = 2, 4, 6
 Records = list[dict[str, Any]]
@@ -30,14 +31,7 @@ Records = list[dict[str, Any]]
 def train(
     out: Path, keys: Path, *, stop: int, resume: Any = None, **changes: Any
 ) -> tuple[DPTrainer, dict[int, torch.Tensor]]:
-    seen = Releases()
-    options = dict(
-        max_steps=NUM_STEPS, save_strategy="steps", save_steps=SAVED_AT, learning_rate=1e-3, clipping_norm=0.1,
-        logging_strategy="no", callbacks=[seen, tiny.StopAt(stop)], private_state_dir=str(keys),
-    )  # fmt: skip
-    made = tiny.trainer(out, model=tiny.model(dropout=0.0), **options | changes)
-    made.train(resume_from_checkpoint=resume)
-    return made, seen.seen
+    return forging.train(out, stop=stop, resume=resume, private_state_dir=str(keys), save_steps=SAVED_AT, **changes)
 
 
 class Scene:

@@ -16,7 +16,8 @@ from PIL import Image
 from hf_dpopt import DPStorageError
 from hf_dpopt.records.losses import RecordLosses
 from tests import tiny
-from tests.adversary.harness import assert_refused, clipped_sums, influence, making
+from tests.adversary import harness
+from tests.adversary.harness import Lazy, assert_refused, clipped_sums, influence, making, raising
 from tests.adversary.test_own_losses import by_record
 from tests.reference import clipping as reference
 
@@ -43,31 +44,13 @@ EMPTY = {"input_ids": []}
 
 
 def rows(change: dict[str, Any] | None) -> list[dict[str, Any]]:
-    made = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in tiny.records(NUM)]
+    made = harness.masked(NUM)
     if change:
         changed = {**made[BAD], **change}
         if "attention_mask" not in change and isinstance(changed["input_ids"], list):
             changed["attention_mask"] = [1] * len(changed["input_ids"])
         made[BAD] = {name: value for name, value in changed.items() if value is not None}
     return made
-
-
-class Lazy(torch.utils.data.Dataset):
-    def __init__(self, made: list[dict[str, Any]]):
-        self.made = made
-
-    def __len__(self) -> int:
-        return len(self.made)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        return self.made[i]
-
-
-class Raising(Lazy):
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        if i == BAD:
-            raise KeyError("the picture is damaged")
-        return self.made[i]
 
 
 def _masked(some: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -78,22 +61,11 @@ def _masked(some: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     } | {"labels": torch.tensor([row["label"] for row in some])}
 
 
-class _Tokenizer:
-    """Pads, as far as `DataCollatorWithPadding` asks."""
-
-    padding_side, pad_token_id, deprecation_warnings = "right", 0, {}
-
-    def pad(self, features: list[dict[str, Any]], **_: Any) -> dict[str, torch.Tensor]:
-        return {
-            k: v for k, v in _masked([{"label": f.get("label"), **f} for f in features]).items() if k != "labels"
-        } | {"label": torch.tensor([f["label"] for f in features])}
-
-
-COLLATORS = {"own": lambda: _masked, "known": lambda: tf.DataCollatorWithPadding(_Tokenizer())}
+COLLATORS = {"own": lambda: _masked, "known": lambda: tf.DataCollatorWithPadding(harness.words())}
 
 
 def _with(collator: str):
-    return making(data_collator=COLLATORS[collator]())
+    return making(lambda: tiny.model(dropout=0.0, pad_token_id=1), data_collator=COLLATORS[collator]())
 
 
 @pytest.mark.parametrize("kind", MALFORMED)
@@ -126,7 +98,8 @@ def test_values_out_of_range_reach_no_forward(collator, tmp_path, monkeypatch):
 
 
 def test_a_record_that_cannot_be_read_adds_nothing(tmp_path):
-    assert influence(_with("own"), Raising(rows(None)), BAD, tmp_path, drawn=[1, BAD, 60]) == 0
+    data = Lazy(rows(None), raising(KeyError("the picture is damaged")), BAD)
+    assert influence(_with("own"), data, BAD, tmp_path, drawn=[1, BAD, 60]) == 0
 
 
 def test_a_picture_that_cannot_be_decoded_adds_nothing(tmp_path):
@@ -159,14 +132,9 @@ def test_a_picture_that_cannot_be_decoded_adds_nothing(tmp_path):
 def test_what_the_machine_does_is_no_record(tmp_path):
     """A disk that is gone is not hidden: it would leave noise alone."""
 
-    class Gone(Lazy):
-        def __getitem__(self, i: int) -> dict[str, Any]:
-            if i == BAD:
-                raise OSError(errno.EIO, "the disk is gone")
-            return self.made[i]
-
+    gone = Lazy(rows(None), raising(OSError(errno.EIO, "the disk is gone")), BAD)
     with pytest.raises(DPStorageError, match=r"^a file could not be read or written \(the disk is gone\)"):
-        clipped_sums(_with("own"), Gone(rows(None)), [1, BAD], tmp_path)
+        clipped_sums(_with("own"), gone, [1, BAD], tmp_path)
 
 
 class _ChoosyForSequenceClassification(tf.BertForSequenceClassification):

@@ -15,8 +15,7 @@ import transformers as tf
 
 from hf_dpopt import DPConfigError
 from tests import tiny
-from tests.adversary.harness import assert_nothing_charged
-from tests.adversary.test_malformed_records import Lazy
+from tests.adversary.harness import Lazy, assert_nothing_charged
 
 
 def _numbers(wrong: float, every: int = 2) -> list[dict[str, Any]]:

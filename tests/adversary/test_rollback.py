@@ -12,7 +12,8 @@ import torch
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer
 from tests import tiny
-from tests.adversary.forging import Releases, assert_fresh
+from tests.adversary import forging
+from tests.adversary.forging import assert_fresh
 from tests.reliability.faults import watched
 from tests.run_files import ledger
 
@@ -32,15 +33,8 @@ def train(
     **changes: Any,
 ) -> tuple[DPTrainer, dict[int, torch.Tensor]]:
     """A run of at most `stop` of its steps, with a checkpoint (and its backup) after half of them."""
-    seen = Releases()
     copies = [] if backup is None else [tiny.At("save", lambda *_: shutil.copytree(out, backup), BACKUP_AT)]
-    values: dict[str, Any] = dict(
-        model=tiny.model(dropout=0.0), max_steps=NUM_STEPS, save_strategy="steps", save_steps=BACKUP_AT, learning_rate=1e-3,
-        clipping_norm=0.1, logging_strategy="no", skip_self_check=True, callbacks=[seen, *copies, tiny.StopAt(stop)],
-    )  # fmt: skip
-    made = tiny.trainer(out, **values | changes)
-    made.train(resume_from_checkpoint=resume)
-    return made, seen.seen
+    return forging.train(out, stop=stop, resume=resume, save_steps=BACKUP_AT, callbacks=copies, **changes)
 
 
 def corrected(num: int = 3) -> list[dict[str, Any]]:

@@ -13,26 +13,21 @@ import torch
 import transformers as tf
 
 from tests import tiny
-from tests.adversary.harness import assert_adds_nothing, assert_kept, influence, making, trainer, words
+from tests.adversary.harness import (
+    Lazy,
+    assert_adds_nothing,
+    assert_kept,
+    influence,
+    making,
+    masked,
+    raising,
+    trainer,
+    words,
+)
 from tests.adversary.matrix import HEADS
 
 NUM, BAD = 200, 150  # not among the records that are looked at before training
 DRAWN = [1, 5, 7, BAD, 160, 161]
-
-
-class Lazy(torch.utils.data.Dataset):
-    def __init__(self, rows: list[Any], bad: Any = None):
-        self.rows, self.bad = rows, bad
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> Any:
-        return self.bad() if i == BAD and self.bad is not None else self.rows[i]
-
-
-def rows() -> list[dict[str, Any]]:
-    return [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in tiny.records(NUM)]
 
 
 def bart(kind: type, **changes: Any) -> Any:
@@ -42,7 +37,7 @@ def bart(kind: type, **changes: Any) -> Any:
 @pytest.mark.parametrize("stored", [False, True])
 def test_padding_to_a_multiple_beyond_the_positions(stored, tmp_path):
     """A record of 58 tokens in a model of 60 positions is padded to 64: it must neither fail nor fail the others."""
-    made = rows()
+    made = masked(NUM)
     made[BAD] = {"input_ids": [5] * 58, "attention_mask": [1] * 58, "label": 1}
     collate = tf.DataCollatorWithPadding(words(), pad_to_multiple_of=8)
     make = making(lambda: tiny.model(dropout=0.0, max_position_embeddings=60), data_collator=collate)
@@ -52,7 +47,7 @@ def test_padding_to_a_multiple_beyond_the_positions(stored, tmp_path):
 
 
 def test_a_first_label_of_few_digits_rounds_no_other(tmp_path):
-    made = [{**row, "label": np.float32(70000.0 + i)} for i, row in enumerate(rows()[:8])]
+    made = [{**row, "label": np.float32(70000.0 + i)} for i, row in enumerate(masked(8))]
     made[0]["label"] = np.float16(1.0)
     made = [{**row, "input_ids": row["input_ids"][:1] * 4, "attention_mask": [1] * 4} for row in made]
     make = making(lambda: tiny.model(dropout=0.0, num_labels=1), data_collator=tf.default_data_collator)
@@ -105,7 +100,7 @@ def test_targets_padded_to_a_multiple_beyond_the_positions(tmp_path):
 
 def test_a_collator_that_makes_two_rows_of_a_record(tmp_path):
     """One that cuts long texts into rows meets its first long text in a step: the record is left out."""
-    made = rows()
+    made = masked(NUM)
     made[BAD] = {"input_ids": [5] * 20, "attention_mask": [1] * 20, "label": 1}
 
     def collate(some):
@@ -153,29 +148,23 @@ class Unreadable(Mapping):
         return 2
 
 
-def _panic() -> Any:
-    class Panic(BaseException):
-        """As tokenizers raise when their Rust part panics."""
-
-    raise Panic("stride must be strictly less than max_len")
+class Panic(BaseException):
+    """As tokenizers raise when their Rust part panics."""
 
 
-def _long_name() -> Any:
-    raise OSError(errno.ENAMETOOLONG, "File name too long")
+BAD_RECORDS = {
+    "a panic": raising(Panic("stride must be strictly less than max_len")),
+    "a long name": raising(OSError(errno.ENAMETOOLONG, "File name too long")),
+    "no codec": raising(ModuleNotFoundError("No module named 'pillow_heif'")),
+    "torn": Unreadable,
+}
 
 
-def _no_codec() -> Any:
-    raise ModuleNotFoundError("No module named 'pillow_heif'")
-
-
-@pytest.mark.parametrize("bad", [_panic, _long_name, _no_codec, Unreadable])
+@pytest.mark.parametrize("bad", BAD_RECORDS)
 def test_a_record_stops_no_step(bad, tmp_path):
-    assert influence(trainer, Lazy(tiny.records(NUM), bad), BAD, tmp_path, drawn=DRAWN) == 0
+    assert influence(trainer, Lazy(tiny.records(NUM), BAD_RECORDS[bad], BAD), BAD, tmp_path, drawn=DRAWN) == 0
 
 
 def test_an_interrupt_does(tmp_path):
-    def stop() -> Any:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        influence(trainer, Lazy(tiny.records(NUM), stop), BAD, tmp_path, drawn=DRAWN)
+        influence(trainer, Lazy(tiny.records(NUM), raising(KeyboardInterrupt()), BAD), BAD, tmp_path, drawn=DRAWN)

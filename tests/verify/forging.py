@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -11,22 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_dpopt.verify import FAILED, Outcome, verify
+from tests.adversary.forging import sealed
 
 Record = dict[str, Any]
-
-
-def sealed(records: list[Record]) -> bytes:
-    """Lines of a ledger with digests that fit, whatever the records say."""
-    prev, lines = "0" * 64, []
-    for record in records:
-        body = {key: value for key, value in record.items() if key != "sha256"} | {"prev": prev}
-        prev = hashlib.sha256(_canonical(body).encode()).hexdigest()
-        lines.append(_canonical(body | {"sha256": prev}))
-    return ("\n".join(lines) + "\n").encode()
-
-
-def _canonical(record: Record) -> str:
-    return json.dumps(record, sort_keys=True, separators=(",", ":"))
 
 
 class Folder:
@@ -64,7 +50,7 @@ class Folder:
         """Change the ledger, make its digests fit, and let the report name the last of them."""
         records = [json.loads(line) for line in self.lines]
         change(records)
-        self.ledger_path.write_bytes(sealed(records))
+        self.ledger_path.write_text(sealed(records))
         if names_digest:
             digest = json.loads(self.lines[-1])["sha256"]
             self.edit_report(lambda report: report.update(ledger_digest=digest))
