@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 
 import pytest
@@ -151,16 +150,6 @@ def test_the_doctor_says_what_a_resume_takes_again(tmp_path):
     assert "and the journal, under its key; 2 steps are left" in said and "second time" not in said
 
 
-def test_without_a_journal_a_killed_run_pays_as_before(tmp_path):
-    left = tmp_path / "left"
-    kill(tmp_path / "alive", left, "gaussian", "after the optimizer", 5, journal_limit=0.0)
-    assert not (left / "out/_journal").exists()
-    more = {"target_epsilon": 9.0}  # what was planned is spent
-    trainer = resume(left, "gaussian", **more)
-    assert trainer.privacy_spent().num_steps == NUM_STEPS + 2
-    assert len(Ledger.read(left / "out/privacy/ledger.jsonl").chains) == 2
-
-
 def test_without_checkpoint_and_journal_nothing_goes_on(tmp_path):
     left = tmp_path / "left"
     kill(tmp_path / "alive", left, "gaussian", "after the optimizer", 2)
@@ -230,21 +219,6 @@ def test_checkpoints_for_the_journal_take_no_place_of_others(tmp_path):
 def test_a_journal_that_is_deleted_begins_anew_with_the_next_step(tmp_path):
     delete = tiny.At("step_end", lambda *_: shutil.rmtree(tmp_path / "out/_journal"), 3)
     preempted.make(tmp_path, "gaussian", save_strategy="no", callbacks=[delete]).train()
-
-
-def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
-    fsync = os.fsync
-
-    def full(descriptor):
-        if "_journal/." in os.readlink(f"/proc/self/fd/{descriptor}"):
-            raise OSError(28, "No space left on device")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(
-        DPStorageError, match=r"out/_journal/.* could not be written .*No space left.*run the same command again"
-    ):
-        preempted.make(tmp_path, "gaussian").train()
 
 
 def test_a_run_with_public_gradients_saves_resumes_and_is_released(tmp_path):

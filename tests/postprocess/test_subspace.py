@@ -9,6 +9,7 @@ import torch
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.postprocess.maps import IndependentNoise
+from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
 from hf_dpopt.preclip.subspace_projection import ProjectedGradient, SubspaceAdaGrad
 from hf_dpopt.public import PublicGradients
 from hf_dpopt.public.subspace import PublicSubspace, RefreshedSubspace
@@ -121,12 +122,23 @@ def test_two_refreshes_within_a_step_are_refused():
         adagrad(_random())
 
 
-@pytest.mark.parametrize("kind", [ProjectedGradient, lambda s: SubspaceAdaGrad(s, IndependentNoise(1e-3))])
+def _refreshed(public):
+    return RefreshedSubspace(public, rank=3, num_public=5, refresh_every=2)
+
+
+KINDS = {  # public gradients -> a map of releases that uses them
+    "projection": lambda public: ProjectedGradient(_refreshed(public)),
+    "AdaGrad": lambda public: SubspaceAdaGrad(_refreshed(public), IndependentNoise(1e-3)),
+    "mirror descent": lambda public: PublicMirrorDescent(public, num_steps=9),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_resume_is_bit_exact(kind):
+    """With the public batches, and the subspace, of the steps before."""
+
     def fresh(model):
-        public = PublicGradients(model, RecordLosses(model), tiny.records(12), tiny.collate, batch_size=4)
-        subspace = RefreshedSubspace(public, rank=3, num_public=5, refresh_every=2)
-        return kind(subspace)
+        return KINDS[kind](PublicGradients(model, RecordLosses(model), tiny.records(12), tiny.collate, batch_size=4))
 
     def step(model, postprocess, number):
         generator = torch.Generator().manual_seed(number)

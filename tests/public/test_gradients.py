@@ -114,16 +114,9 @@ def test_the_model_and_the_generators_are_left_as_they_were():
         assert (p.grad == 7.0).all() and torch.equal(p, before[name]) and p.requires_grad
 
 
-def test_resume_is_bit_exact():
+def test_the_state_of_other_public_records_is_refused():
     model = tiny.model()
-    whole, first = _source(model, seed=5), _source(model, seed=5)
-    for _ in range(3):
-        whole.mean(), first.mean()
-    second = _source(model, seed=5)
-    second.load_state_dict(first.state_dict())
-    for _ in range(4):
-        want, got = whole.mean(), second.mean()
-        assert all(torch.equal(want[n], got[n]) for n in want)
+    first = _source(model, seed=5)
     with pytest.raises(DPConfigError, match="same public records and seed"):
         _source(model, seed=6).load_state_dict(first.state_dict())
     with pytest.raises(DPConfigError, match="same public records and seed"):

@@ -88,18 +88,6 @@ def test_a_checkpoint_of_another_chain_begins_a_new_one(plan, tmp_path):
     assert Ledger.read(tmp_path / "out" / LEDGER).charged == (3, 3, 1)
 
 
-def test_a_chain_goes_on_from_its_own_checkpoint(plan, tmp_path):
-    used: list[tuple[str, int]] = []
-    for _ in range(2):  # the second of two chains
-        run = _start(plan, tmp_path)
-        _step(run, 1, used)
-        saved = _save(run, tmp_path / run.chain.chain_id / "checkpoint-1", "its own")
-        run.close()
-    resumed = _start(plan, tmp_path, resume_step=1, checkpoint=saved)
-    assert resumed.chain.chain_id == run.chain.chain_id and resumed.charged == [1, 1]
-    resumed.close()
-
-
 @pytest.mark.parametrize("options", ["its own", "those of the training in between"])
 def test_a_chain_goes_on_with_its_own_options(plan, tmp_path, options):
     """Not with those that were recorded last: a copy may have been trained anew with others."""
@@ -130,12 +118,9 @@ def test_a_torn_entry_before_steps_without_a_journal_is_no_edited_one(tmp_path):
     """The kill tore the entry of step 5; steps 6 and 7 kept none. The run goes on from its checkpoint, at their cost."""
     options = {"save_steps": 4, "noise_multiplier": 1.0, "target_epsilon": None}
     alive, left, again = (tmp_path / name for name in ("alive", "left", "again"))
-    with preempted.dying(alive, left, "in the entry", 5):
-        preempted.make(alive, "gaussian", **options).train()
-    with preempted.dying(left, again, "after the optimizer", 7):
-        preempted.make(left, "gaussian", journal_limit=0.0, **options).train(resume_from_checkpoint=True)
-    trainer = preempted.make(again, "gaussian", **options)
-    trainer.train(resume_from_checkpoint=True)
+    preempted.kill(alive, left, "gaussian", "in the entry", 5, **options)
+    preempted.kill(left, again, "gaussian", "after the optimizer", 7, resumes=True, journal_limit=0.0, **options)
+    trainer = preempted.resume(again, "gaussian", **options)
     assert trainer._session.run.recovery is None and trainer._session.run.charged == [7, 4]
 
 
@@ -181,10 +166,8 @@ def test_every_key_is_among_the_secrets_and_is_found_where_it_was_planted(tmp_pa
 
 
 def test_looking_at_a_run_makes_nothing_and_reads_its_journal_once(tmp_path, capsys):
-    trainer = preempted.make(tmp_path / "alive", "gaussian")
-    with preempted.dying(tmp_path / "alive", tmp_path / "left", "after the entry", 5):
-        trainer.train()
     left = tmp_path / "left"
+    preempted.kill(tmp_path / "alive", left, "gaussian", "after the entry", 5)
     before = sorted(left.rglob("*"))
     contents = mock.Mock(side_effect=Journal.contents, autospec=Journal.contents)
     with mock.patch.object(Journal, "contents", lambda journal: contents(journal)):
