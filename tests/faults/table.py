@@ -289,7 +289,7 @@ FAULTS: tuple[Fault, ...] = (
         "hf_dpopt/noise/gaussian.py",
         "add_to(totals, stddev=self.draw_stddev, step=step",
         "add_to(totals, stddev=self.draw_stddev, step=1",
-        ("tests/mechanisms/test_gaussian.py::test_noise_is_that_of_the_source_by_sorted_name",),
+        (f"{TRAINER}::test_a_noise_only_step_noises_every_coordinate",),
         TIME,
     ),
     Fault(
@@ -297,7 +297,7 @@ FAULTS: tuple[Fault, ...] = (
         "hf_dpopt/randomness/chacha.py",
         "normals.draw_range(key, parts[cut.part].tensor,",
         "normals.draw_range(key, parts[0].tensor,",
-        ("tests/mechanisms/test_gaussian.py::test_noise_is_that_of_the_source_by_sorted_name",),
+        ("tests/mechanisms/test_chacha.py::test_the_noise_is_added_to_sums_and_rounded_once",),
         SPACE,
     ),
     Fault(
@@ -380,7 +380,7 @@ FAULTS: tuple[Fault, ...] = (
         "hf_dpopt/huggingface/refusals/model.py",
         "        bool(rotary),\n",
         "        False,\n",
-        (f"{REFUSED_MODELS}::test_rotary_embeddings_that_depend_on_the_batch",),
+        (f"{ROPE}::test_it_is_found_in_whatever_depth",),
     ),
     Fault(
         "a call may cost 5 % more than its budget",

@@ -107,17 +107,6 @@ def test_weights_that_fsdp_loads_on_one_rank(arguments, refused, monkeypatch):
         DPTrainer(model, args, train_dataset=dataset)
 
 
-FSDP = """
-compute_environment: LOCAL_MACHINE
-distributed_type: FSDP
-num_machines: 1
-num_processes: 2
-main_process_port: 0
-fsdp_config:
-  fsdp_version: {version}
-"""
-
-
 @pytest.mark.parametrize("variable, value", [("ACCELERATE_DYNAMO_BACKEND", "no"), ("WANDB_WATCH", "false")])
 def test_harmless_environment_is_allowed(variable, value, arguments, monkeypatch):
     monkeypatch.setenv(variable, value)

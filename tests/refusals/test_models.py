@@ -188,14 +188,6 @@ def test_a_model_made_by_model_init_is_checked_when_it_is_there(arguments, refus
         trainer.train()
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rotary_embeddings_that_depend_on_the_batch(arguments, kind):
-    model = bert()
-    model.config.rope_parameters = {"full_attention": {"rope_type": kind}}
-    with pytest.raises(UnsupportedModuleError, match="longest record.*another rope_type"):
-        DPTrainer(model, arguments(), train_dataset=records())
-
-
 def test_a_model_with_tokens_in_the_first_dimension(arguments, refused):
     config = tf.XLNetConfig(vocab_size=VOCABULARY, d_model=16, n_layer=1, n_head=2, d_inner=16, num_labels=2)
     args, model, dataset = arguments(), tf.XLNetForSequenceClassification(config), records()
