@@ -258,18 +258,6 @@ def test_the_level_of_the_noise_is_that_of_the_matrices(tmp_path, strategy, rest
             assert level.variance_of_mean(k) == pytest.approx(mean, rel=1e-9)
 
 
-def test_the_level_follows_the_gain_of_the_phase(tmp_path):
-    spec = DelayedPreconditioner(delay=2, clipping_norm=3 * CLIP_SGD, learning_rate_ratio=5.0)
-    loop = Loop(tmp_path, plan(6, spec))
-    level = loop.run.noise_level(loop.preclip)
-    base = (loop.run.plan.draw_stddev * CLIP_SGD / EXPECTED) ** 2
-    seen = []
-    for t in range(1, 7):
-        loop.step(t)
-        seen.append(level.variance() / base)
-    assert seen == pytest.approx([1, 1, 225, 225, 1, 1])
-
-
 class Gained(Postprocess):
     """A map of the chain that multiplies by another number in every step, and one that asks for the level."""
 

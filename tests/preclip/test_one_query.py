@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy.stats import norm
 
-from hf_dpopt import DPConfigError, PrivacyConfig, PrivateRun, make_plan, private_step
+from hf_dpopt import DPConfigError, PrivacyConfig, make_plan, private_step
 from hf_dpopt.accounting import epsilon
 from hf_dpopt.clipping import ENGINES, make_engine
 from hf_dpopt.clipping.squared_sum import COLUMNS, ROWS, SquaredSum, squared_sensitivity
@@ -297,16 +297,6 @@ def test_another_clip_is_refused_before_it_is_charged(tmp_path):
     assert loop.run.charged == [0]
 
 
-def test_a_step_beyond_the_plan_of_a_run_that_asked_is_not_charged(tmp_path):
-    made = _plan(target_epsilon=4.0, noise_multiplier=None)
-    loop = AskingLoop(tmp_path, made)
-    for t in range(1, 7):
-        loop.step(t)
-    with pytest.raises(DPConfigError, match="steps of the plan are done"):
-        loop.step(7)
-    assert loop.run.charged == [6]
-
-
 def test_a_query_that_died_is_not_repeated_under_its_key(tmp_path):
     """Killed in the middle, the run starts over under another key, and both queries are charged."""
     loop = AskingLoop(tmp_path, _plan())
@@ -390,13 +380,3 @@ def test_bad_options_are_refused(case):
             preconditioner_kwargs=options, **changes,
         )  # fmt: skip
         make_plan(config, num_examples=NUM_RECORDS, num_steps=4)
-
-
-def test_a_run_of_another_query_is_another_run(tmp_path):
-    loop = AskingLoop(tmp_path, _plan())
-    loop.step(1)
-    loop.run.close()
-    with pytest.raises(DPConfigError, match="preclip"):
-        PrivateRun(
-            _plan(spec=OneQuery(query_noise=5.0)), output_dir=tmp_path / "out", private_state_dir=tmp_path / "keys"
-        )

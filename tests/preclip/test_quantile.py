@@ -15,7 +15,6 @@ from hf_dpopt.clipping.clipped_sum import COUNT
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.clipping.units import Units
 from hf_dpopt.postprocess import IndependentNoise
-from hf_dpopt.preclip import ScaleThenPrivatize
 from hf_dpopt.preclip.quantile import FARTHEST
 from tests import tiny
 
@@ -117,21 +116,6 @@ def test_the_share_has_the_noise_that_was_asked_for(tmp_path):
     assert low < np.var(shares, ddof=1) / (0.08**2 + sampling**2) < high * 1.02
 
 
-@pytest.mark.slow
-def test_users_are_counted_through_the_trainer(tmp_path):
-    trainer = tiny.trainer(
-        tmp_path / "out", model=tiny.model(dropout=0.0), preconditioner="quantile", privacy_unit="user", records_per_user=3,
-        user_id_column="author", expected_batch_size=10, noise_multiplier=0.0, max_steps=60, learning_rate=0.0,
-        train_dataset=[{**r, "author": i % 20} for i, r in enumerate(tiny.records(64))], clipping_norm=1e-3,
-        log_unprivatized=True,
-    )  # fmt: skip
-    trainer.train()
-    norm = 1e-3 * trainer._session.stages.preclip.ratio
-    assert 0.05 < norm < 5  # from a thousandth to the norms of users
-    text = (tmp_path / "out" / "privacy" / "statement.md").read_text()
-    assert "quantile" in text
-
-
 REFUSED = {
     "noise that starts anew in every step": (
         dict(noise_mechanism="blt", sampling="fixed_order", noise_at_changes="restart"),
@@ -150,18 +134,6 @@ def test_bad_options_are_refused(case):
     changes, message = REFUSED[case]
     with pytest.raises(DPConfigError, match=message):
         make_plan(_config(**changes), num_examples=500, num_steps=3)
-
-
-def test_it_goes_with_no_other_preconditioner(tmp_path):
-    with pytest.raises(DPConfigError, match="Two preconditioners were given: preclip=ScaleThenPrivatize"):
-        tiny.trainer(tmp_path / "out", preconditioner="quantile", preclip=ScaleThenPrivatize(scale={}))
-
-
-def test_the_trainer_takes_its_options(tmp_path):
-    options = {"quantile": 0.3, "learning_rate": 0.5, "count_noise": 0.2}
-    trainer = tiny.trainer(tmp_path / "out", preconditioner="quantile", preconditioner_kwargs=options)
-    kept = trainer.plan.preclip
-    assert (kept.quantile, kept.learning_rate, kept.count_noise) == (0.3, 0.5, 0.2)
 
 
 def test_a_rate_that_is_far_too_large_ends_at_the_bounds():

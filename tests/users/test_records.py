@@ -75,17 +75,6 @@ def test_no_proof_for_swapped_users():
         make_plan(config, num_examples=100, num_steps=5)
 
 
-@pytest.mark.slow
-def test_a_budget_is_kept():
-    config = PrivacyConfig(
-        target_epsilon=4.0, target_delta=1e-5, expected_batch_size=50, privacy_unit="user", records_per_user=4,
-        sampling="capped_poisson",
-    )  # fmt: skip
-    plan = make_plan(config, num_examples=1000, num_steps=50)
-    assert 3.9 < plan.epsilon() <= 4.0 and not plan.sums_users
-    assert plan.record.to_json()["users"] == {"column": None, "records_per_user": 4, "sampled": "records"}
-
-
 def test_a_user_has_so_many_records_in_the_whole_run(tmp_path):
     seen = tiny.Gradients()
     options = dict(sampling="capped_poisson", records_per_user=2, expected_batch_size=12, max_steps=6)
@@ -103,10 +92,3 @@ def test_a_user_has_so_many_records_in_the_whole_run(tmp_path):
             continue
         want = {n: g / 12 for n, g in reference.clipped_sum(trainer.model, tiny.collate(records), 0.3).items()}
         assert reference.relative_error(got, want) < 1e-5
-
-
-def test_the_description_counts_users_and_places():
-    """Places are users times `records_per_user`; the statement names both."""
-    sampler = CappedPoissonSampler(num_examples=2000, expected_batch_size=100, records_per_user=4)
-    said = sampler.describe("user")
-    assert "500 users" in said and "4 places" in said and "2000 places" in said

@@ -213,15 +213,11 @@ def test_how_many_records_there_are_is_in_no_file(tmp_path, caplog, sampling):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unit", ["user", "example"])
-def test_records_in_another_order_are_found_at_a_resume(tmp_path, unit):
+def test_records_in_another_order_are_found_at_a_resume(tmp_path):
     """Who takes part when is decided by numbers: in another order people would take part oftener and sooner."""
     options = {"save_strategy": "steps", "save_steps": 1, "noise_multiplier": 1.0, "max_steps": 4}
     options |= {"noise_mechanism": "nu_dpftrl", "expected_batch_size": 4}
     records = _records()
-    if unit == "example":
-        options |= {"privacy_unit": "example", "user_id_column": None, "records_per_user": None}
-        records = [{k: v for k, v in r.items() if k != "author"} for r in records]
     _trainer(tmp_path / "out", records, callbacks=[tiny.StopAt(2)], **options).train()
     with pytest.raises(DPConfigError, match="not those that this run began with"):
         _trainer(tmp_path / "out", records[::-1], **options).train(resume_from_checkpoint=True)
