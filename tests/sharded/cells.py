@@ -228,7 +228,7 @@ def train(name: str, cell: Cell, out: Path) -> dict[str, Any]:
         for i in range(0, len(mine), PHYSICAL):
             yield collate([records[j] for j in mine[i : i + PHYSICAL]])
 
-    gradients, sums = [], []
+    gradients = []
     for t in range(1, STEPS + 1):
         drawn = run.draw(t)[rank::size].tolist()
         private_step(
@@ -246,7 +246,7 @@ def train(name: str, cell: Cell, out: Path) -> dict[str, Any]:
     }
     weights = whole({n: p for n, p in model.named_parameters() if p.requires_grad})
     run.close()
-    return {"gradients": gradients, "weights": weights, "parts": parts, "sums": sums}
+    return {"gradients": gradients, "weights": weights, "parts": parts}
 
 
 def _bytes(value: Any) -> int:

