@@ -1,9 +1,6 @@
 """Checks how the package speaks: docstrings, `Args:`, names of functions, error messages, and words of our own making.
 
 tests/house/test_words.py, a part of `make lint`, refuses what breaks a rule.
-
-    python -m tests.house.words               counts what breaks a rule, by package
-    python -m tests.house.words noise run     lists it, for these packages or files (users/training.py, say)
 """
 
 from __future__ import annotations
@@ -11,8 +8,6 @@ from __future__ import annotations
 import ast
 import functools
 import re
-import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,10 +69,6 @@ class Violation:
     line: int
     rule: str
     words: str
-
-    @property
-    def package(self) -> str:
-        return self.file.partition("/")[0]
 
     def __str__(self) -> str:
         return f"hf_dpopt/{self.file}:{self.line}: {self.rule}: {self.words}"
@@ -160,18 +151,3 @@ def _message(node: ast.AST) -> ast.expr | None:
         if len(texts) == 2 and all(isinstance(text, ast.Constant | ast.JoinedStr) for text in texts):
             return texts[0]
     return None
-
-
-def main(packages: list[str]) -> None:
-    found = violations()
-    if packages:
-        print(*(one for one in found if one.package in packages or one.file in packages), sep="\n")
-        return
-    counts = Counter((one.package, one.rule) for one in found)
-    for package in sorted({one.package for one in found}):
-        own = {rule: count for (of, rule), count in sorted(counts.items()) if of == package}
-        print(f"{sum(own.values()):4}  {package:14}", ", ".join(f"{count} {rule}" for rule, count in own.items()))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
