@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,21 +61,21 @@ def _batch(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
+def _assert_trains(folder: Path, **changes: Any) -> None:
+    """A run begins with its self-check, and takes a step."""
+    trainer = tiny.trainer(
+        folder, **{"data_collator": tf.default_data_collator, "max_steps": 1, "skip_self_check": False, **changes}
+    )
+    trainer.train()
+    assert trainer._session.self_check == "passed"
+
+
 @pytest.mark.parametrize("model", SHIFTING)
 def test_decoders_whose_models_shift_labels_in_their_forward(model, tmp_path):
     made, batch = SHIFTING[model]().double().eval(), _batch(_pairs(3))
     got = clipped_gradient_sum(made, batch, clipping_norm=0.05)
     assert reference.relative_error(got, reference.clipped_sum(made, batch, 0.05)) < 1e-10
-    trainer = tiny.trainer(
-        tmp_path,
-        model=SHIFTING[model](),
-        train_dataset=_pairs(),
-        data_collator=tf.default_data_collator,
-        max_steps=1,
-        skip_self_check=False,
-    )
-    trainer.train()
-    assert trainer._session.self_check == "passed"
+    _assert_trains(tmp_path, model=SHIFTING[model](), train_dataset=_pairs())
 
 
 def test_a_decoder_that_says_nowhere_how_labels_are_shifted():
@@ -102,38 +103,25 @@ def _canine() -> tuple[nn.Module, list[dict[str, Any]]]:
     return tf.CanineForSequenceClassification(config), rows
 
 
-def _wav2vec2(freeze: bool = True) -> tuple[nn.Module, list[dict[str, Any]]]:
+def _wav2vec2() -> tuple[nn.Module, list[dict[str, Any]]]:
     config = tf.Wav2Vec2Config(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, conv_dim=(8, 8),
         conv_stride=(4, 4), conv_kernel=(4, 4), num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2,
         classifier_proj_size=8, num_labels=2, feat_extract_norm="layer", apply_spec_augment=False, layerdrop=0.0,
     )  # fmt: skip
     model = tf.Wav2Vec2ForSequenceClassification(config)
-    if freeze:
-        model.freeze_base_model()
+    model.freeze_base_model()
     return model, [{"input_values": torch.randn(400), "labels": i % 2} for i in range(24)]
 
 
 @pytest.mark.parametrize("make", [_canine, _wav2vec2])
 def test_models_without_a_table_of_tokens(make, tmp_path):
     model, rows = make()
-    trainer = tiny.trainer(
-        tmp_path,
-        model=model,
-        train_dataset=rows,
-        data_collator=tf.default_data_collator,
-        max_steps=1,
-        skip_self_check=False,
-    )
-    trainer.train()
-    assert trainer._session.self_check == "passed"
+    _assert_trains(tmp_path, model=model, train_dataset=rows)
 
 
 def test_a_model_in_bfloat16_under_bf16(tmp_path):
     """The stock Trainer runs it: autocast gives the norm float32 inputs, scale and shift included."""
-    trainer = tiny.trainer(
-        tmp_path, model=tiny.model().to(torch.bfloat16), bf16=True, max_steps=2, skip_self_check=False
-    )
-    trainer.train()
-    assert trainer._session.self_check == "passed"
-    assert all(p.dtype == torch.bfloat16 for p in trainer.model.parameters())
+    model = tiny.model().to(torch.bfloat16)
+    _assert_trains(tmp_path, model=model, bf16=True, data_collator=tiny.collate)
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
