@@ -17,7 +17,7 @@ from hf_dpopt.noise import MECHANISMS
 from hf_dpopt.plan import options
 from hf_dpopt.preclip import PRECLIPS
 from hf_dpopt.sampling import SAMPLERS
-from tests import api_page
+from tests.house import api_page
 from tests.run import kill_storm
 
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
@@ -35,7 +35,7 @@ def pages(repo: Path) -> list[Path]:
 
 
 def test_the_api_page_is_current() -> None:
-    assert api_page.PAGE.read_text() == api_page.page(), "run `python -m tests.api_page`"
+    assert api_page.PAGE.read_text() == api_page.page(), "run `python -m tests.house.api_page`"
 
 
 def test_the_api_page_is_complete() -> None:

@@ -20,13 +20,13 @@ from hf_dpopt.plan.advice import (
     head_instead,
 )
 from hf_dpopt.plan.outlook import SIGNAL, outlook_of
-from tests.advice_table import PATH, facts, jobs, row
+from tests.plan.advice_table import PATH, facts, jobs, row
 
 
 @pytest.mark.slow_but(4)
 @pytest.mark.parametrize("frozen", json.loads(PATH.read_text()), ids=lambda r: "-".join(map(str, r["job"].values())))
 def test_reviewed_advice(frozen):
-    """Rows of tests/advice.json, which `python -m tests.advice_table --write` writes for review."""
+    """Rows of tests/plan/advice.json, which `python -m tests.plan.advice_table --write` writes for review."""
     assert row(TrainingJob(**frozen["job"])) == frozen
 
 

@@ -21,7 +21,7 @@ from hf_dpopt.noise import MECHANISMS
 from hf_dpopt.plan import options
 from hf_dpopt.postprocess.mirror_descent import SCHEDULES
 from hf_dpopt.sampling import SAMPLERS
-from tests import arguments_table
+from tests.plan import arguments_table
 
 CONFIGURED = {f.name: f for f in dataclasses.fields(PrivacyConfig)}
 
@@ -90,7 +90,7 @@ def test_a_command_line_takes_what_was_registered_later(tmp_path, monkeypatch, n
 
 def test_the_page_is_current():
     assert arguments_table.PAGE.read_text(encoding="utf-8") == arguments_table.page(), (
-        "docs/arguments.md is written by: python -m tests.arguments_table"
+        "docs/arguments.md is written by: python -m tests.plan.arguments_table"
     )
 
 

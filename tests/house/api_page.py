@@ -1,4 +1,4 @@
-"""Writes docs/api.md from the docstrings of the public names: `python -m tests.api_page`."""
+"""Writes docs/api.md from the docstrings of the public names: `python -m tests.house.api_page`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 import hf_dpopt
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 HEAD = """# Public names
 
-What `from hf_dpopt import ...` gives. Written by `python -m tests.api_page` from the docstrings; a test compares.
+What `from hf_dpopt import ...` gives. Written by `python -m tests.house.api_page` from the docstrings; a test compares.
 Other modules may be imported too, and may move with any release.
 """
 GROUPS = {

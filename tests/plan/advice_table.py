@@ -1,4 +1,4 @@
-"""Thirty jobs and more, and what is advised for them: `python -m tests.advice_table --write` writes tests/advice.json anew.
+"""Thirty jobs and more, and what is advised for them: `python -m tests.plan.advice_table --write` writes advice.json.
 
 A change of a rule changes rows of that file; they are read before they are committed.
 """

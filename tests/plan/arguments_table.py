@@ -1,4 +1,4 @@
-"""Writes docs/arguments.md from the options of a run: `python -m tests.arguments_table`."""
+"""Writes docs/arguments.md from the options of a run: `python -m tests.plan.arguments_table`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hf_dpopt.sampling import SAMPLERS
 
 REGISTERED = {"noise_mechanism": [*MECHANISMS, "auto"], "sampling": ["auto", *SAMPLERS], "preconditioner": [*PRECLIPS]}
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "arguments.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "arguments.md"
 HEAD = """# Arguments
 
-Written by `python -m tests.arguments_table` from `hf_dpopt/plan/options.py`; a test keeps the two together.
+Written by `python -m tests.plan.arguments_table` from `hf_dpopt/plan/options.py`; a test keeps the two together.
 
 `DPTrainingArguments` takes all `TrainingArguments` and the options below: as flags of scripts that use `HfArgumentParser`
 (`--target_epsilon 8`), or as keywords (`target_epsilon=8`). Give `target_epsilon` or `noise_multiplier`; everything else has a
