@@ -78,7 +78,7 @@ def choices(model: nn.Module, tell: Tell) -> Iterator[None]:
 
 @contextlib.contextmanager
 def flattened(model: nn.Module) -> Iterator[None]:
-    """Inside the context, a model of (B, T) takes (B, C, T) and makes B C rows of it."""
+    """Make B C rows of inputs (B, C, T), inside the context, for a model that takes rows of tokens."""
 
     def flatten(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         shape = kwargs["input_ids"].shape[:2]
