@@ -17,11 +17,11 @@ from transformers import BertConfig, BertModel
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.common.extras import EXTRAS
-from hf_dpopt.experimental.strongly_convex import strongly_convex_bound
 from hf_dpopt.noise import IdentityStrategy
 from recipes.canaries import _adapted
 from recipes.models import add_lora
 from recipes.options import ModelArguments
+from recipes.paper.correlated_noise.strongly_convex import strongly_convex_bound
 from recipes.paper.runs import pyplot
 from recipes.stackoverflow_files import H5Rows
 
@@ -29,7 +29,7 @@ from recipes.stackoverflow_files import H5Rows
 BROUGHT = {
     "peft": ("clipping/rules/adapters.py", "huggingface/shards.py"),
     "datasets": ("records/overlap.py",),
-    "trl": ("huggingface/sft.py",),  # bases of its classes; the same error
+    "trl": ("huggingface/preferences.py", "huggingface/sft.py"),  # bases of its classes; the same error
 }
 
 

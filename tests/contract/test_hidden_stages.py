@@ -14,7 +14,6 @@ import hf_dpopt
 
 HIDDEN = {
     "convex": ("convex", "cli/plan_head.py"),
-    "experimental": ("experimental",),
     "subspace": (  # a head and a preconditioner of experiments are made of one
         "public/subspace.py", "preclip/subspace_projection.py", "convex", "cli/plan_head.py",
     ),

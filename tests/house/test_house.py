@@ -12,7 +12,7 @@ import pytest
 # From what imports nothing of ours to what imports everything; a package may import those before it.
 ORDER = (
     "common", "randomness", "clipping", "noise", "public", "accounting", "postprocess", "sampling", "preclip", "optim",
-    "records", "plan", "run", "self_check", "report", "tuning", "users", "experimental", "huggingface", "convex", "verify", "audit", "cli",
+    "records", "plan", "run", "self_check", "report", "tuning", "users", "huggingface", "convex", "verify", "audit", "cli",
 )  # fmt: skip
 
 

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hf_dpopt.experimental.strongly_convex import optimize_strongly_convex, strongly_convex_bound
 from hf_dpopt.noise import IdentityStrategy, NuDPFTRL
+from recipes.paper.correlated_noise.strongly_convex import optimize_strongly_convex, strongly_convex_bound
 from recipes.paper.runs import experiment, panels, plain_ticks, save
 
 ETA, L = 0.3, 1.0

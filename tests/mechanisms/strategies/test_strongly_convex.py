@@ -9,17 +9,17 @@ import pytest
 from scipy.signal import lfilter
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.experimental.strongly_convex import (
-    minimum_phase_coefs,
-    optimize_strongly_convex,
-    strongly_convex_bound,
-)
 from hf_dpopt.noise import (
     BandedInverse,
     BandedToeplitz,
     BufferedLinearToeplitz,
     IdentityStrategy,
     NuDPFTRL,
+)
+from recipes.paper.correlated_noise.strongly_convex import (
+    minimum_phase_coefs,
+    optimize_strongly_convex,
+    strongly_convex_bound,
 )
 
 ETA = 0.3

@@ -1,1 +1,0 @@
-"""Code that works and is tested, but may change or go with any release."""
