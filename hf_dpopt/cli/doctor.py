@@ -85,7 +85,11 @@ class Health:
 
     def _run(self) -> None:
         if self.ledger is None:
-            if "ledger" not in self._told.values():
+            if not self.checkpoints and not (self.output_dir / LEDGER).parent.exists():
+                self._say(
+                    "run", "none has begun in this folder. Name the output_dir that a run was started with", True
+                )
+            elif "ledger" not in self._told.values():
                 self._say("ledger", f"there is none at {self.output_dir / LEDGER}: what was spent is unknown", True)
             return
         plan = self.ledger.plan

@@ -99,6 +99,13 @@ def test_a_run_that_ended_without_a_checkpoint_is_well(tmp_path: Path) -> None:
     assert shown.exit_code == 0 and "finished: all steps are charged, and no checkpoint was kept" in shown.output
 
 
+def test_a_folder_in_which_nothing_ran(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["doctor", str(tmp_path)])
+    assert result.exit_code == 1 and "none has begun in this folder. Name the output_dir" in result.output
+    (tmp_path / "privacy").mkdir()  # the ledger was here
+    assert "what was spent is unknown" in CliRunner().invoke(app, ["doctor", str(tmp_path)]).output
+
+
 def test_a_folder_that_is_not_there() -> None:
     result = CliRunner().invoke(app, ["doctor", "/nowhere"])
     assert "is not a folder" in str(result.exception)
