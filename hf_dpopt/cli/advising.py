@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import typer
 
@@ -13,7 +13,9 @@ from hf_dpopt.cli.show import print_json, print_table, warn
 from hf_dpopt.common.checks import check_choice, check_count
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.plan.advice import HEAD_PASSES, REFERENCE_SIZE, TrainingJob, advise, head_instead
-from hf_dpopt.plan.outlook import Kind, Outlook, outlook_of
+from hf_dpopt.plan.config import check_choices
+from hf_dpopt.plan.options import OPTIONS
+from hf_dpopt.plan.outlook import Kind, Objective, Outlook, outlook_of
 from hf_dpopt.plan.plan import PrivacyPlan
 
 MORE = (1, 3, 10)  # times the passes that were asked for
@@ -21,10 +23,8 @@ POOLED_FIRST = (
     "First a linear head on pooled states, for a quarter of epsilon (--start pooled): on SST-2 (MiniLM, epsilon 8, "
     "one run each) 84.6 % in 0.75 passes and 86.1 % in 9; 84.1 % in 3 without it."
 )
-DATA = (  # names for the user to replace: docs/start.md
-    "--model_name_or_path sentence-transformers/all-MiniLM-L6-v2 --train_file train.csv --validation_file "
-    "validation.csv --label_list label1,label2"
-)
+REFERENCE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"  # of `REFERENCE_SIZE` weights
+DATA = "--train_file train.csv --validation_file validation.csv --label_list label1,label2"  # names to replace
 PARTS: dict[Kind, str] = {
     "head": "--freeze encoder --pooling cls mean",
     "lora": "--lora_r 8 --start pooled",
@@ -37,6 +37,19 @@ ADVISED = {  # flags of `plan` that advice reads, or that change none of it
 UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
 
 
+def check_names(given: Mapping[str, Any]) -> None:
+    """Refuse a name that is not among the choices of its flag, before anything that is missing.
+
+    Raises:
+        DPConfigError: for such a name.
+    """
+    check_choices({name: value for name, value in given.items() if name in OPTIONS})
+    check_choice("optimizer", given["optimizer"], ("adamw", "sgd"))
+    check_choice("objective", given["objective"], get_args(Objective))
+    if given["finetuning"] is not None:
+        check_choice("finetuning", given["finetuning"], get_args(Kind))
+
+
 def job_of(given: Mapping[str, Any]) -> TrainingJob:
     """Make the job from flags, with what was left out filled in.
 
@@ -45,10 +58,8 @@ def job_of(given: Mapping[str, Any]) -> TrainingJob:
     """
     check_count("num_examples", given["num_examples"])
     objective, finetuning, passes = given["objective"], given["finetuning"], given["epochs"]
-    if finetuning is not None:
-        check_choice("finetuning", finetuning, ("full", "lora", "head"))
-        if (finetuning, objective) == ("head", "generation"):
-            raise DPConfigError("The head of a language model is its embeddings. Use --finetuning lora or full.")
+    if (finetuning, objective) == ("head", "generation"):
+        raise DPConfigError("The head of a language model is its embeddings. Use --finetuning lora or full.")
     if given["target_epsilon"] is None:
         raise DPConfigError("A budget is needed for advice. Add --epsilon 8, or a smaller number.")
     if passes is None:
@@ -73,7 +84,9 @@ def command_of(job: TrainingJob) -> str | None:
         return None
     delta = "" if job.target_delta is None else f" --target_delta {job.target_delta:g}"
     budget = f"--target_epsilon {job.target_epsilon:g}{delta} --num_train_epochs {job.passes:g}"
-    return " ".join(f"python recipes/glue.py {DATA} {PARTS[job.kind]} {budget} --output_dir out".split())
+    model = REFERENCE_MODEL if job.model_size == REFERENCE_SIZE else "your/model"
+    how = f"--model_name_or_path {model} {DATA} {PARTS[job.kind]} {budget}"
+    return " ".join(f"python recipes/glue.py {how} --output_dir out".split())
 
 
 def parse_count(text: str | None) -> int | None:

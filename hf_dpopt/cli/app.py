@@ -104,6 +104,7 @@ def plan(
     given = {**locals(), **options}
     from hf_dpopt.cli import advising
 
+    advising.check_names(given)
     given["weights"] = advising.parse_count(weights)
     if options["expected_batch_size"] is None:
         advising.refuse_without_batch(ctx)

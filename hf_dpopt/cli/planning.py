@@ -14,7 +14,7 @@ import typer
 from hf_dpopt.cli.advising import judge
 from hf_dpopt.cli.show import print_facts, print_json, print_table, warn
 from hf_dpopt.common import log
-from hf_dpopt.common.checks import check_choice, check_count
+from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.noise import Workload, momentum_workload
 from hf_dpopt.noise.registry import check_length
@@ -57,7 +57,6 @@ def workload_of(given: Mapping[str, Any], num_steps: int) -> Workload:
         num_steps: optimizer steps.
     """
     optimizer, momentum = given["optimizer"], given["momentum"]
-    check_choice("optimizer", optimizer, ("adamw", "sgd"))
     if optimizer == "adamw" and momentum:
         raise DPConfigError("--momentum is that of SGD: add --optimizer sgd. Noise for AdamW is tuned without it.")
     is_short = 1 < num_steps <= MAX_SCHEDULED_STEPS

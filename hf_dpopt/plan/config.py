@@ -51,6 +51,17 @@ REGISTRIES: dict[str, Mapping[str, Any]] = {  # option -> names that are allowed
 }
 
 
+def check_choices(values: Mapping[str, Any]) -> None:
+    """Refuse a value that is not among the choices of its option, or a name that nobody registered.
+
+    Args:
+        values: option -> value.
+    """
+    for name, value in values.items():
+        if allowed := (*OPTIONS[name].metadata.get("choices", ()), *REGISTRIES.get(name, ())):
+            check_choice(name, value, allowed)
+
+
 @documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrivacyConfig:
@@ -153,10 +164,7 @@ class PrivacyConfig:
             )
 
     def _check_choices(self) -> None:
-        for field in dataclasses.fields(self):
-            if "choices" in field.metadata or field.name in REGISTRIES:
-                allowed = (*field.metadata.get("choices", ()), *REGISTRIES.get(field.name, ()))
-                check_choice(field.name, getattr(self, field.name), allowed)
+        check_choices({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
         for name, example in _MAPPINGS.items():
             object.__setattr__(self, name, _plain_options(name, getattr(self, name), example))
         make_preclip(self.preconditioner, self.preconditioner_kwargs)  # refuses what it does not know

@@ -133,6 +133,14 @@ def test_advice_is_printed_as_flags_of_a_training_script(run: Run, flags: list[s
     assert args.target_epsilon == 8 and args.num_train_epochs == 10
 
 
+@pytest.mark.parametrize(("flags", "model"), [([], "all-MiniLM-L6-v2"), (["--weights", "125M"], "your/model")])
+def test_the_command_names_a_model_of_the_size_that_was_asked_for(run: Run, flags: list[str], model: str) -> None:
+    (command,) = [
+        line for line in run("plan", "-n", "67349", "--epsilon", "8", *flags)[1].splitlines() if "glue.py" in line
+    ]
+    assert f"{model} --train_file" in command
+
+
 @pytest.mark.slow
 def test_a_plan_in_json_has_its_outlook(run: Run) -> None:
     asked = ["plan", "-n", "67349", "-b", "8", "--epochs", "3", "--epsilon", "8", "--json"]
@@ -156,6 +164,9 @@ def test_a_poor_plan_is_a_warning(run: Run) -> None:
         (["--epsilon", "8", "--objective", "x"], "objective='x'"),
         (["--epsilon", "8", "--objective", "generation", "--finetuning", "head"], "Use --finetuning lora or full"),
         (["--epsilon", "8", "--optimizer", "sgd"], "--optimizer plans a run"),
+        (["--epsilon", "8", "--optimizer", "lion"], "Use one of: 'adamw', 'sgd'"),
+        (["--epsilon", "8", "--sampling", "shuffle"], "Use one of: 'auto'"),
+        (["--adjacency", "remove"], "adjacency='remove'"),
         (["--epsilon", "8", "--passes", "1e9"], "at most 100000"),
         (["--epsilon", "8", "--delta", "0"], "target_delta=0.0 is outside (0, 1)"),
         (["--epsilon", "8", "--steps", "100"], "--steps plans a run, which needs a batch"),
