@@ -27,10 +27,10 @@ from hf_dpopt.huggingface.evaluation import EvaluationGuard
 from hf_dpopt.huggingface.planning import PlannedRun, to_train
 from hf_dpopt.huggingface.session import TrainingSession
 from hf_dpopt.huggingface.storage_faults import found_by, open_log
+from hf_dpopt.noise import MECHANISMS, NoiseStrategy
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.privacy_profile import meaning_of_plan
 from hf_dpopt.plan.record import PlanRecord
-from hf_dpopt.plan.vetting import unvetted_stages
 from hf_dpopt.records.collation import tokenizer_of
 from hf_dpopt.report.facts import RunFacts, collect_versions
 from hf_dpopt.report.model_card import add_privacy_section, strip_training_losses
@@ -44,6 +44,7 @@ from hf_dpopt.run.run_log import Found
 WEIGHTS = (".safetensors", ".bin", ".index.json")  # ends of the names of weights and adapters
 CONFIGURATIONS = ("config.json", "adapter_config.json", "generation_config.json")
 NO_WEIGHTS = ("training_args.bin",)
+PACKAGE = __name__.split(".")[0]  # stages from elsewhere have no proof and no test here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,3 +296,36 @@ def digests_of_release(folder: Path) -> dict[str, str]:
             with path.open("rb") as file:
                 found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
+
+
+def unvetted_stages(plan: PrivacyPlan) -> tuple[str, ...]:
+    """Stages between a record and the noise whose code lies outside the package, as "kind name".
+
+    A stage is known by the module that its class, or the function that makes it, was defined in. A class of the
+    package with options of the user's (coefficients of a strategy, say) is vetted: its proof holds for all of them.
+    """
+    mechanism = MECHANISMS.get(plan.config.noise_mechanism)
+    parts: list[tuple[str, str, Any]] = [
+        ("sampler", plan.sampler.name, type(plan.sampler)),
+        ("clipping rule", plan.config.clipping, type(plan.clipper)),
+        ("preconditioner", plan.preclip.name, type(plan.preclip)),
+        *(("noise strategy", part.name, type(part)) for part in _parts(plan.strategy)),
+        *([] if mechanism is None else [("noise mechanism", mechanism.name, mechanism.tune)]),
+        *(("sampler of an earlier run", run.release.sampler.name, type(run.release.sampler)) for run in plan.earlier),
+    ]
+    return tuple(dict.fromkeys(f"{kind} {name}" for kind, name, made_by in parts if not _is_ours(made_by)))
+
+
+def _parts(strategy: NoiseStrategy) -> Iterator[NoiseStrategy]:
+    """Yield a strategy and those that it is built of."""
+    yield strategy
+    for value in vars(strategy).values():
+        if isinstance(value, NoiseStrategy):
+            yield from _parts(value)
+
+
+def _is_ours(made_by: Any) -> bool:
+    """Whether a class, and all that it inherits from, or a function is defined in the package."""
+    kinds = made_by.__mro__ if isinstance(made_by, type) else (made_by,)
+    modules = [str(getattr(kind, "__module__", "")).split(".")[0] for kind in kinds]
+    return all(module in (PACKAGE, "abc", "builtins", "typing", "torch") for module in modules)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from hf_dpopt.huggingface.release_guard import unvetted_stages
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.privacy_profile import meaning_of_plan, profile_of_plan
-from hf_dpopt.plan.vetting import unvetted_stages
 from hf_dpopt.report import read_report, render_statement, write_report
 from hf_dpopt.report.meaning import percent, plan_rows
 from hf_dpopt.sampling import SAMPLERS
