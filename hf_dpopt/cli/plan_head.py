@@ -50,7 +50,7 @@ def _facts(plan: HeadPlan) -> dict[str, str]:
             else "plain composition: no iterate has to be hidden"
         ),
         "noise multiplier": f"{plan.sgd.noise_multiplier:.6g}",
-        "step size": f"{config.step_size:.6g} (at most {2 / (config.smoothness + 2 * config.l2):.6g})",
+        "step size": f"{config.step_size:.6g} (contracts best up to {2 / (config.smoothness + 2 * config.l2):.6g})",
         "free steps": (
             "none"
             if free is None
