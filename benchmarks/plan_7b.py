@@ -255,8 +255,8 @@ def page(plan: dict[str, Any]) -> str:
         "",
         f"The step itself: {seconds:.0f} s at a utilisation of {ASSUMED_MFU:.0%} of {PEAK / 1e12:.0f} TFLOP/s, which is "
         f"assumed. Independent noise at the goal's rate is {share:.2%} of that.",
-        f"The rate of a core is that of [noise_rate.json](noise_rate.json), {plan['cpu_normals_per_s'] / 1e6:.0f} million "
-        "normals a second; nobody would draw there for a model on GPUs.",
+        f"A core draws {plan['cpu_normals_per_s'] / 1e6:.0f} million normals a second ([noise_rate.json](noise_rate.json)); "
+        "a model on GPUs would draw there.",
         "",
         "## Bytes of a step",
         "",
