@@ -84,7 +84,7 @@ def test_the_clipped_sum_is_that_of_the_formula(engine, is_divided):
 
 
 def test_dp2_trains_factors_at_the_epsilon_of_dp_sgd(tmp_path):
-    """The error of the ratings falls below their variance, and both phases were run; epsilon is that without D."""
+    """Whatever the noise, the error falls to less than a tenth (0.14 to 0.29 of 9.1 seen); epsilon is that without D."""
     rows, model = ratings(), Factors()
     options = {"delay": DELAY, "clipping_norm": 1.0, "learning_rate_ratio": 0.02, "eps": 1e-3}
     common = dict(
@@ -102,8 +102,8 @@ def test_dp2_trains_factors_at_the_epsilon_of_dp_sgd(tmp_path):
         with torch.no_grad():
             return float(squared_error(model(batch["user"], batch["item"]), batch["labels"]).mean())
 
-    before, variance = error(), float(collate(rows)["labels"].var())
+    before = error()
     trainer.train()
     plain = tiny.trainer(tmp_path / "sgd", model=Factors(), **common)
     assert trainer.privacy_spent().epsilon == plain.plan.epsilon()
-    assert error() < variance < before
+    assert error() < before / 10
