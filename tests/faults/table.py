@@ -63,8 +63,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the type of a column is that of the first record of the batch",
         "hf_dpopt/records/collation.py",
-        "self._together(group) if types is not None else None",
-        "self._together(group)",
+        "groups.setdefault(_types(record) if self.sees_batches else None, [])",
+        "groups.setdefault((dict,) if self.sees_batches else None, [])",
         (f"{COLLATORS}::test_an_integer_label_does_not_truncate_the_fractions_of_others",),
     ),
     Fault(
