@@ -164,7 +164,6 @@ def test_a_claim_above_the_truth_is_true(forge: Forge) -> None:
         ("independent", {"is_private": False}, "private"),
         ("independent", {"noise_multiplier": 0.0, "draw_stddev": 0.0}, "private"),
         ("independent", {"noise_strategy": {"name": "banded", "coefs": [1.0, 0.5]}}, "sampler"),
-        ("independent", {"noise_rng": "philox"}, "versions"),
         ("independent", {"dp_accounting": "0.1"}, "versions"),
         ("independent", {"users": {"sampled": "users"}}, "unit"),
         ("independent", {"privacy_unit": "person"}, "unit"),
