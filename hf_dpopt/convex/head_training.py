@@ -6,6 +6,9 @@ Shape legend: B = records of a batch, K = labels, D = features.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -15,20 +18,122 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from hf_dpopt.accounting.profile import no_protection
 from hf_dpopt.common import collectives
+from hf_dpopt.common.durable import write_durably
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
+from hf_dpopt.common.log import logger
 from hf_dpopt.convex.adagrad import SubspaceDescent
 from hf_dpopt.convex.head_plan import HeadConfig, HeadPlan
-from hf_dpopt.convex.head_statement import write_statement
 from hf_dpopt.convex.softmax_gradients import gradient_sum
-from hf_dpopt.convex.state import HeadState
 from hf_dpopt.convex.subspace_plan import SubspaceHeadPlan
 from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from hf_dpopt.randomness.source import NoiseSource
-from hf_dpopt.run.keys import Chain, new_chain, private_dir, private_folder
+from hf_dpopt.report.facts import collect_versions
+from hf_dpopt.report.report import FOLDER, STATEMENT
+from hf_dpopt.report.statement import fill, round_up
+from hf_dpopt.run.keys import Chain, new_chain, private_dir, private_folder, read_state, write_state
 from hf_dpopt.run.ledger import LEDGER
 from hf_dpopt.run.run_log import RunLog, find_run
 from hf_dpopt.run.step import digest_of
+
+REPORT = "head.json"
+NOT_PRIVATE = "NOT PRIVATE, the noise is off"
+UNKNOWN = "more than three times as large, by Renyi divergences"  # epsilon of all iterates
+
+
+def write_statement(
+    output_dir: Path,
+    plan: HeadPlan | SubspaceHeadPlan,
+    num_labels: int,
+    digest: str,
+    noise: str,
+    declared: Mapping[str, str],
+) -> None:
+    """Write `statement.md` for people, whose first line says what is released, and `head.json` for programs."""
+    folder = output_dir / FOLDER
+    epsilon, composition = plan.epsilon() if plan.is_private else math.inf, ""
+    if isinstance(plan, HeadPlan):
+        composition = round_up(plan.spent.composition) if math.isfinite(plan.spent.composition) else UNKNOWN
+    text = fill(
+        "convex/head.md.j2",
+        plan=plan,
+        config=plan.config,
+        is_subspace=isinstance(plan, SubspaceHeadPlan),
+        headline=f"epsilon {round_up(epsilon)} at delta {plan.delta:g}" if plan.is_private else NOT_PRIVATE,
+        epsilon=round_up(epsilon),
+        composition=composition,
+        no_protection=no_protection(epsilon),
+        steps=f"{plan.config.num_steps:,}",
+        num_labels=num_labels,
+        noise=noise,
+        declared=declared,
+        digest=digest,
+        versions=collect_versions(),
+    )
+    report = {
+        **plan.public_dict(), **declared, "num_labels": num_labels, "ledger_digest": digest,
+        "statement_sha256": hashlib.sha256(text.encode()).hexdigest(),
+    }  # fmt: skip
+    write_durably(folder / STATEMENT, text.encode(), mode=0o644)
+    write_durably(folder / REPORT, (json.dumps(report, indent=1) + "\n").encode(), mode=0o644)
+
+
+class HeadState:
+    """Iterates of one chain of steps, and whether its final weights have left.
+
+    A step's noise comes from the key and its number alone, so a run that begins anew under its key repeats what it
+    did: that reveals nothing while none of it has been seen. Once weights were returned, other features under the same
+    noise would let two results be subtracted. So a note says when they are, and a run that has it begins no more.
+
+    Args:
+        directory: private folder of the run.
+        chain: its chain of steps.
+    """
+
+    def __init__(self, directory: Path, chain: Chain):
+        self.path = directory / f"head-{chain.chain_id}.pt"
+        self._note = directory / f"head-{chain.chain_id}.pt.returned"
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Keep the iterates after a step, in place of earlier ones.
+
+        Args:
+            step: steps taken.
+            state: state of the descent, what its `state_dict` returns.
+        """
+        write_state(self.path, {"step": step, **state})
+
+    def load(self, num_steps: int) -> dict[str, Any] | None:
+        """State that was saved last, its step under "step"; None if the run begins.
+
+        Args:
+            num_steps: steps of the whole run.
+
+        Raises:
+            DPBudgetExceeded: if there is none, and the weights of the run were returned before.
+        """
+        kept = read_state(self.path) if self.path.exists() else None
+        if kept is not None and 0 <= kept["step"] <= num_steps and math.isfinite(float(kept["weights"].norm())):
+            return kept
+        if self._note.exists():
+            raise DPBudgetExceeded(
+                f"{self.path} is missing or damaged, and the final weights of its run were returned before: other "
+                "features under its noise could be subtracted from them. Put the file back if there is a copy; else "
+                "use another output_dir, whose epsilon comes on top."
+            )
+        if self.path.exists():
+            logger.warning(
+                f"{self.path} is damaged: the run begins at its first step again, under its key. That takes time, and "
+                "costs nothing: none of it has been seen."
+            )
+        return None
+
+    def note_return(self) -> None:
+        """Note that the final weights leave now; durable before it returns."""
+        if not self._note.exists():
+            write_durably(self._note, b"", mode=0o600)
+
 
 INTERMEDIATE = ("checkpoint-*", "trainer_state.json", "optimizer.pt", "runs")  # of finetuning runs
 SAVE_EVERY = 20.0  # seconds, of the state that a crashed run goes on from

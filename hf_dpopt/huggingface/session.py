@@ -24,8 +24,8 @@ from hf_dpopt.huggingface.checkpoints import loading
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.loader import TrainingRecords
 from hf_dpopt.huggingface.planning import PlannedRun
-from hf_dpopt.huggingface.refusals.fsdp import check_shards
 from hf_dpopt.huggingface.refusals.model import check_model
+from hf_dpopt.huggingface.refusals.training_arguments import check_shards
 from hf_dpopt.huggingface.shards import is_in_shards
 from hf_dpopt.public.public_gradients import PublicGradients
 from hf_dpopt.randomness.framework import reseed_from_the_system, secret_randomness

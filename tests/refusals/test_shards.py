@@ -9,7 +9,7 @@ import pytest
 
 from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
 from hf_dpopt.huggingface.inputs import TrainerInputs
-from hf_dpopt.huggingface.refusals.fsdp import check_shards
+from hf_dpopt.huggingface.refusals.training_arguments import check_shards
 
 USERS = dict(privacy_unit="user", records_per_user=4)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str]] = {
