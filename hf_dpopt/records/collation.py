@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.records.limits import Limits
+from hf_dpopt.records.limits import Limits, is_flat
 from hf_dpopt.records.losses import IGNORED, num_records
 from hf_dpopt.records.rows import is_environment
 
@@ -122,7 +122,7 @@ class Collation:
             return []
         groups: dict[Any, list[tuple[int, Any]]] = {}
         for i, record in usable:
-            groups.setdefault(_types(record) if self.sees_batches else None, []).append((i, record))
+            groups.setdefault(self._alike(record), []).append((i, record))
         found: list[Part] = []
         for types, group in groups.items():
             together = self._together(group) if types is not None else None
@@ -131,7 +131,24 @@ class Collation:
 
     def keeps_apart(self, a: Any, b: Any) -> bool:
         """Whether a known collator never sees two fitted records at once, because their types differ."""
-        return self.sees_batches and (_types(a) is None or _types(a) != _types(b))
+        return self.sees_batches and (self._alike(a) is None or self._alike(a) != self._alike(b))
+
+    def _alike(self, record: Any) -> Any:
+        """What records have in common that a collator may see at once; None for a record that has to be alone.
+
+        Alone, a row is cut to what is attended, and so it must be cut wherever its batch is made row by row. A record
+        that masks tokens of its own at either end would be another one there than beside others.
+        """
+        if not self.sees_batches or not isinstance(record, Mapping):
+            return None
+        ids, mask = (record.get(name) for name in ("input_ids", "attention_mask"))
+        if is_flat(mask) and len(mask) and not (mask[0] and mask[-1]):
+            if not mask[0] or not is_flat(ids) or len(ids) != len(mask):
+                return None
+            stop = max(i for i, attended in enumerate(mask) if attended) + 1
+            if any(int(token) != self.padding_id for token in ids[stop:]):
+                return None
+        return _types(record)
 
     def fitted(self, record: Any) -> Any:
         """A record as the collator may see it; None if it does not fit."""
@@ -249,8 +266,15 @@ def trimmed(row: Batch) -> Batch:
     ids, mask = row.get("input_ids"), row.get("attention_mask")
     if not isinstance(ids, torch.Tensor) or not isinstance(mask, torch.Tensor):
         return row
-    if ids.dim() != 2 or mask.shape != ids.shape or len(ids) != 1 or bool((mask != 0).all()) or not bool(mask.any()):
+    if ids.dim() not in (2, 3) or mask.shape != ids.shape or len(ids) != 1:
         return row
+    if bool((mask != 0).all()) or not bool(mask.any()):
+        return row
+    if ids.dim() == 3:  # choices of a record, (1, C, T): padding behind the longest
+        stop = int(mask[0].any(dim=0).nonzero().max()) + 1
+        return {
+            k: v[..., :stop] if isinstance(v, torch.Tensor) and v.shape == ids.shape else v for k, v in row.items()
+        }
     places = mask[0].nonzero().flatten()
     text, width = slice(int(places[0]), int(places[-1]) + 1), ids.size(1)
     found = {}

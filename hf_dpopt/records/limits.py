@@ -151,9 +151,9 @@ class Limits:
             elif column != "labels" or (self.classes_are_whole and values.dim() == 1):
                 return torch.ones_like(failing_B)
         for column, table in self.positions.items():
-            ids_BT = batch.get(column)
-            if isinstance(ids_BT, torch.Tensor) and ids_BT.dim() == 2 and ids_BT.size(1) > table.most:
-                failing_B |= _num_positions(ids_BT, batch, table) > table.most
+            ids = batch.get(column)
+            if isinstance(ids, torch.Tensor) and ids.dim() in (2, 3) and ids.size(-1) > table.most:
+                failing_B |= _num_positions(ids, batch, table) > table.most
         return failing_B
 
     def _looked_up(self, batch: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor, Range]]:
@@ -190,7 +190,9 @@ class Limits:
         """Whether padding reaches beyond the positions (`pad_to_multiple_of`), even if no record is too long."""
         tables = {column: table for column, table in self.positions.items() if table.padding is None}
         pairs = ((batch.get(column), table.most) for column, table in tables.items())
-        return any(isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.size(1) > most for ids, most in pairs)
+        return any(
+            isinstance(ids, torch.Tensor) and ids.dim() in (2, 3) and ids.size(-1) > most for ids, most in pairs
+        )
 
     def first_outside(self, batch: Mapping[str, Any]) -> str:
         """Message about the first value of a collated batch that the model cannot look up; empty if there is none."""
@@ -288,15 +290,17 @@ def _num_places(tokens: Any, table: Positions) -> int:
     return sum(int(token) != table.padding for token in tokens)
 
 
-def _num_positions(ids_BT: torch.Tensor, batch: Mapping[str, Any], table: Positions) -> torch.Tensor:
-    """Number of positions that each row takes without its padding, (B,)."""
+def _num_positions(ids: torch.Tensor, batch: Mapping[str, Any], table: Positions) -> torch.Tensor:
+    """Number of positions that each row takes without its padding, of several choices (B, C, T) the most; (B,)."""
+    mask = batch.get("attention_mask")
     if table.padding is not None:
-        return (ids_BT != table.padding).sum(dim=1)
-    mask_BT = batch.get("attention_mask")
-    if not isinstance(mask_BT, torch.Tensor) or mask_BT.shape != ids_BT.shape:
-        return torch.full((len(ids_BT),), ids_BT.size(1))
-    places_T = torch.arange(1, ids_BT.size(1) + 1)
-    return (mask_BT.ne(0) * places_T).amax(dim=1)  # padding on the left shifts the places of the text
+        num = (ids != table.padding).sum(dim=-1)
+    elif not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
+        return torch.full((len(ids),), ids.size(-1))
+    else:
+        places_T = torch.arange(1, ids.size(-1) + 1)
+        num = (mask.ne(0) * places_T).amax(dim=-1)  # padding on the left shifts the places of the text
+    return num.view(len(ids), -1).amax(dim=1)
 
 
 def _labels(base: Any, config: Any, kind: str, vocabulary: Any) -> Range | None:

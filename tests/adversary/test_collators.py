@@ -11,6 +11,7 @@ import torch
 import transformers as tf
 
 from hf_dpopt.records.collation import Collation, is_known
+from hf_dpopt.records.limits import Limits
 from tests import tiny
 from tests.adversary.harness import (
     assert_kept,
@@ -49,6 +50,74 @@ def test_an_integer_label_of_an_object_does_not_truncate_the_fractions_of_others
     parts = Collation.of(tf.default_data_collator).parts(rows)
     labels = {i: value for part in parts for i, value in zip(part.places, part.batch["labels"].tolist(), strict=True)}
     assert labels == pytest.approx({0: 101, 1: 0.45, 2: 0.7})
+
+
+MASKS = {
+    "whole": [1, 1, 1, 1], "begins masked": [0, 0, 1, 1], "ends masked": [1, 1, 0, 0], "a hole": [1, 0, 0, 1],
+    "both ends masked": [0, 1, 1, 0], "one token": [0, 0, 0, 1],
+}  # fmt: skip
+SPOILERS = {
+    "nothing to attend to": {"input_ids": [9, 9], "attention_mask": [0, 0], "labels": 1},
+    "a token outside": {"input_ids": [9, 10**6], "attention_mask": [1, 1], "labels": 1},
+    "too long": {"input_ids": [9] * 40, "attention_mask": [1] * 40, "labels": 1},
+    "a mask of another length": {"input_ids": [9, 9], "attention_mask": [1] * 5, "labels": 1},
+    "an object": {"input_ids": [9, None], "attention_mask": [1, 1], "labels": 1},
+}
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+@pytest.mark.parametrize("end", [[7, 8], [None, None]], ids=["text", "padding"])
+@pytest.mark.parametrize("spoiler", SPOILERS)
+def test_a_record_that_cannot_be_used_changes_no_row(spoiler, end, padding_side):
+    """Masked tokens of the others were cut beside it: places of text moved, and 53 clips were measured."""
+    tokenizer = words()
+    tokenizer.padding_side, pad = padding_side, tokenizer.pad_token_id
+    limits = Limits.of(tiny.made(tf.GPT2ForSequenceClassification, n_positions=32, pad_token_id=pad), "custom")
+    collation = Collation(tf.DataCollatorWithPadding(tokenizer), limits=limits, padding_id=pad)
+    end = [pad if token is None else token for token in end]
+    rows = [{"input_ids": [5, 6, *end], "attention_mask": mask, "labels": 0} for mask in MASKS.values()]
+    rows += [{"input_ids": [5, 6, 7, 8, 9], "attention_mask": [1] * 5, "labels": 0}]
+
+    def seen(records: list[Any]) -> dict[int, Any]:
+        """Tokens from the first that is attended to, or a masked one of the record, to the last that counts."""
+        found = {}
+        for part in collation.parts(records):
+            for place, ids, mask in zip(
+                part.places, part.batch["input_ids"], part.batch["attention_mask"], strict=True
+            ):
+                pairs = list(zip(ids.tolist(), mask.tolist(), strict=True))
+                while pairs and pairs[-1] == (pad, 0):
+                    pairs.pop()
+                while padding_side == "left" and pairs and pairs[0] == (pad, 0):
+                    pairs.pop(0)
+                found[place] = pairs
+        return found
+
+    alone, beside = seen(rows), seen([*rows, SPOILERS[spoiler]])
+    assert alone.keys() == set(range(len(rows))) and beside == alone
+
+
+def test_choices_that_are_too_long_take_no_other_record_along(tmp_path):
+    """The forward of all failed, and each alone was as wide as all: 8 clips were measured."""
+
+    def collate(rows):
+        width = max(len(choice) for row in rows for choice in row["input_ids"])
+        padded = [[choice + [0] * (width - len(choice)) for choice in row["input_ids"]] for row in rows]
+        ids = torch.tensor(padded)
+        return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": torch.zeros(len(rows)).long()}
+
+    def released(length: int) -> torch.Tensor:
+        seen = tiny.Gradients()
+        rows = [{"input_ids": [[5] * 20, [7] * 20], "label": 0} for _ in range(40)]
+        rows[4] = {"input_ids": [[5] * length, [7] * 20], "label": 0}
+        tiny.trainer(
+            tmp_path / str(length), model=tiny.made(tf.BertForMultipleChoice), train_dataset=rows, data_collator=collate,
+            callbacks=[seen], clipping_norm=0.01, max_steps=1, expected_batch_size=40, per_device_train_batch_size=8,
+            sampling="fixed_order", adjacency="zero_out", noise_multiplier=0.0, learning_rate=0.0,
+        ).train()  # fmt: skip
+        return torch.cat([gradient.flatten() * 40 for gradient in seen.steps[0].values()])
+
+    assert (released(20) - released(70)).norm() <= 0.01 * (1 + 1e-4)
 
 
 def test_positions_that_are_counted_over_a_batch_do_not_reach_other_records():

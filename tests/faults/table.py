@@ -49,8 +49,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a collator that nobody knows sees the whole batch",
         "hf_dpopt/records/collation.py",
-        "_types(record) if self.sees_batches else None",
-        "_types(record)",
+        "if not self.sees_batches or not isinstance(record, Mapping):",
+        "if not isinstance(record, Mapping):",
         (f"{COLLATORS}::test_a_collator_that_mixes_seldom_sees_single_records",),
     ),
     Fault(
@@ -63,9 +63,16 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the type of a column is that of the first record of the batch",
         "hf_dpopt/records/collation.py",
-        "groups.setdefault(_types(record) if self.sees_batches else None, [])",
-        "groups.setdefault((dict,) if self.sees_batches else None, [])",
+        "        return _types(record)\n",
+        "        return (dict,)\n",
         (f"{COLLATORS}::test_an_integer_label_does_not_truncate_the_fractions_of_others",),
+    ),
+    Fault(
+        "a record that masks its own first tokens is collated beside others",
+        "hf_dpopt/records/collation.py",
+        "if not mask[0] or not is_flat(ids)",
+        "if not is_flat(ids)",
+        (f"{COLLATORS}::test_a_record_that_cannot_be_used_changes_no_row",),
     ),
     Fault(
         "padding without a mask is taken as it comes",
