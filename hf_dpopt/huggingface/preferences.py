@@ -8,6 +8,7 @@ This module needs the package `trl` (``pip install 'hf-dpopt[chat]'``); nothing 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.trainer import DPTrainerMixin
 from hf_dpopt.records.losses import answer_log_probabilities
+from hf_dpopt.self_check.conditions import in_mode
 
 try:
     from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
@@ -190,6 +192,11 @@ def check_pair_options(inputs: TrainerInputs) -> Iterator[Refusal]:
         "The reference is fixed, and its log-probabilities are computed once, before training. Leave "
         "precompute_ref_log_probs=True and sync_ref_model=False.",
     )
+    yield (
+        args.precompute_ref_batch_size is not None,
+        f"precompute_ref_batch_size={args.precompute_ref_batch_size}: the reference takes pairs one by one, so that "
+        "the value of a pair depends on that pair alone. Leave precompute_ref_batch_size out.",
+    )
     for name, plain in (("f_divergence_type", "reverse_kl"), ("ld_alpha", None), ("use_weighting", False)):
         value = getattr(args, name)
         yield value != plain, f"{name}={value!r} is not implemented for private training. Use {name}={plain!r}."
@@ -200,7 +207,8 @@ class DPDPOConfig(DPTrainingArguments, DPOConfig):
     """`trl.DPOConfig` with the fields of `DPTrainingArguments`.
 
     The log-probabilities of the reference model are computed once, before training
-    (`precompute_ref_log_probs=True`). Refused, because they mix pairs: the losses "aot", "aot_unpaired" and "sft".
+    (`precompute_ref_log_probs=True`), in evaluation mode and pair by pair. Refused, because they mix pairs: the losses
+    "aot", "aot_unpaired" and "sft".
     """
 
     precompute_ref_log_probs: bool = True
@@ -247,6 +255,20 @@ class DPDPOTrainer(_PairTrainer, _DPOTrainer):
     def __init__(self, model: Any = None, ref_model: Any = None, args: Any = None, **options: Any):
         loss = _preference_loss(args) if isinstance(args, DPDPOConfig) else None  # what else is given is refused
         super().__init__(model, args, ref_model=ref_model, per_example_loss_func=loss, **options)
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        """Reference log-probabilities of each pair by itself: no dropout, whose masks other pairs move, no batch."""
+        model_hash = self._precompute_model_hash
+        # TRL finds stored values by this: not those that it, or this class with another max_length, computed before
+        how = ("evaluation mode, pair by pair", self.args.max_length, self.args.truncation_mode, self.args.bf16)
+        self._precompute_model_hash = f"{model_hash}, {how}"
+        try:
+            with contextlib.ExitStack() as modes:
+                for model in filter(None, (self.model, self.ref_model)):
+                    modes.enter_context(in_mode(model, training=False))
+                return super()._precompute_ref_logps(dataset, name, 1)
+        finally:
+            self._precompute_model_hash = model_hash
 
 
 class DPRewardTrainer(_PairTrainer, RewardTrainer):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import BertForSequenceClassification
+from transformers import BertForSequenceClassification, GPT2LMHeadModel, LlamaForCausalLM
 
 from hf_dpopt import DPConfigError, DPTrainerMixin, DPTrainingArguments
 from tests import tiny
@@ -159,6 +159,22 @@ def test_held_out_pairs_are_evaluated_as_trl_does(tmp_path):
     assert "eval_rewards/accuracies" in logged and not any(key.startswith("rewards/") for key in logged)
 
 
+@pytest.mark.parametrize("kind", [GPT2LMHeadModel, LlamaForCausalLM])
+def test_reference_values_of_a_pair_depend_on_that_pair_alone(tmp_path, kind):
+    """With dropout in the model, which Llama's attention does not take from an nn.Dropout."""
+    dropout = {"attn_pdrop": 0.5} if kind is GPT2LMHeadModel else {"attention_dropout": 0.5, "pad_token_id": 0}
+    rows, columns = _rows(9).remove_columns(["who", "margin"]), ["ref_chosen_logps", "ref_rejected_logps"]
+
+    def values(number: int, of: Dataset) -> list[tuple[float, ...]]:
+        args = _arguments(tmp_path / str(number), DPDPOConfig, **EXACT, disable_dropout=False)
+        model = tiny.made(kind, vocab_size=259, n_positions=512, **dropout).train()
+        trainer = DPDPOTrainer(model, args=args, train_dataset=of, processing_class=tiny.byte_tokenizer())
+        assert all(module.training for module in trainer.model.modules())
+        return list(zip(*(trainer.train_dataset[name] for name in columns), strict=True))
+
+    assert values(1, rows)[1:] == values(2, rows.select(range(1, 9)))
+
+
 @pytest.mark.parametrize(
     ("changes", "mend"),
     [
@@ -166,6 +182,7 @@ def test_held_out_pairs_are_evaluated_as_trl_does(tmp_path):
         ({"loss_type": ["sigmoid", "sft"]}, "loss_type='sft' is not a loss of single pairs"),
         ({"precompute_ref_log_probs": False}, "precompute_ref_log_probs=True"),
         ({"sync_ref_model": True}, "sync_ref_model=False"),
+        ({"precompute_ref_batch_size": 4}, "precompute_ref_batch_size=4: .* Leave precompute_ref_batch_size out"),
         ({"ld_alpha": 0.5}, "ld_alpha=0.5 is not implemented for private training. Use ld_alpha=None"),
         ({"f_divergence_type": "forward_kl"}, "Use f_divergence_type='reverse_kl'"),
         ({"use_weighting": True}, "Use use_weighting=False"),
