@@ -104,7 +104,7 @@ def _preference_loss(args: Any) -> Callable[..., torch.Tensor]:
     weights = args.loss_weights or [1.0] * len(args.loss_type)
 
     def preference_loss(outputs: Any, labels: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        is_answer = (inputs["completion_mask"] != 0) & (inputs["attention_mask"] != 0)
+        is_answer = _is_target(inputs["completion_mask"], inputs["attention_mask"])
         log_p_B2 = answer_log_probabilities(outputs, inputs["input_ids"], is_answer)
         ratios = Ratios(
             log_p_B2[:, 0] - inputs["ref_chosen_logps"],
@@ -117,6 +117,12 @@ def _preference_loss(args: Any) -> Callable[..., torch.Tensor]:
         return sum(w * PAIR_LOSSES[kind](ratios) for kind, w in zip(args.loss_type, weights, strict=True))
 
     return preference_loss
+
+
+def _is_target(answer_B2T: torch.Tensor, attended_B2T: torch.Tensor) -> torch.Tensor:
+    """Tokens of answers that are predicted from a token of their own row, not from padding on their left. (B, 2, T)"""
+    attended_B2T = attended_B2T != 0
+    return (answer_B2T != 0) & attended_B2T & F.pad(attended_B2T, (1, 0))[..., :-1]
 
 
 def _reward_loss(args: Any) -> Callable[..., torch.Tensor]:

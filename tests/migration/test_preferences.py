@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import BertForSequenceClassification, GPT2LMHeadModel, LlamaForCausalLM
@@ -26,7 +28,7 @@ from hf_dpopt import (  # noqa: E402  they need TRL
     DPSFTConfig,
     DPSFTTrainer,
 )
-from hf_dpopt.huggingface.preferences import PAIR_LOSSES  # noqa: E402
+from hf_dpopt.huggingface.preferences import PAIR_LOSSES, _preference_loss  # noqa: E402
 
 
 class DPKTOTrainer(DPTrainerMixin, trl.KTOTrainer):
@@ -120,6 +122,21 @@ def test_a_step_is_the_clipped_sum_of_trls_losses_of_pairs(tmp_path, loss_type):
 def test_losses_are_weighed(tmp_path):
     seen = tiny.Gradients()
     _is_exact(_preferences(tmp_path, [seen], loss_type=["sigmoid", "ipo"], loss_weights=[0.7, 0.2]), seen)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "sigmoid_norm"])
+def test_no_answer_is_counted_from_padding(tmp_path, loss_type):
+    """An answer without a prompt, padded on the left: how far decides another pair of the batch."""
+    loss = _preference_loss(_arguments(tmp_path, DPDPOConfig, loss_type=[loss_type]))
+    ids, logits = torch.randint(3, 20, (1, 2, 5)), torch.randn(2, 5, 20)
+
+    def padded(by: int) -> torch.Tensor:
+        seen = F.pad(torch.ones(1, 2, 5), (by, 0))
+        inputs = dict(input_ids=F.pad(ids, (by, 0)), completion_mask=seen, attention_mask=seen)
+        inputs |= {name: torch.zeros(1) for name in ("ref_chosen_logps", "ref_rejected_logps")}
+        return loss(SimpleNamespace(logits=torch.cat([torch.randn(2, by, 20), logits], dim=1)), None, inputs)
+
+    assert padded(0).item() == pytest.approx(padded(3).item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("engine", ["book_keeping", "two_pass"])
