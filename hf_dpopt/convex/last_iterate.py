@@ -114,11 +114,12 @@ class ProjectedSGD:
         if self.batch_cap is not None:
             steepest = self._steepest
             formula = f"2 / (M B / b + l2), batches having up to B = {self.batch_cap} records,"
-        if self.step_size * steepest > 2:
+        # without a ball, steps that keep distances as they are leave nothing that bounds them
+        if self.step_size * steepest > 2 or (self.diameter == math.inf and self.step_size * steepest >= 2 - 1e-12):
             allowed = 2 / steepest
             raise DPConfigError(
-                f"step_size={self.step_size:g} is above {formula} = {allowed:g}: a step is no contraction, and "
-                f"the privacy loss may grow with every one. Use at most {allowed:g}, half of it to be safe from large "
+                f"step_size={self.step_size:g} is not below {formula} = {allowed:g}: a step is no contraction, and "
+                f"the privacy loss may grow with every one. Use less than {allowed:g}, half of it to be safe from large "
                 "batches."
             )
 

@@ -134,7 +134,7 @@ class Collation:
         return self.sees_batches and (self._alike(a) is None or self._alike(a) != self._alike(b))
 
     def _alike(self, record: Any) -> Any:
-        """What records have in common that a collator may see at once; None for a record that has to be alone.
+        """Key of the records that a collator may see together; None for a record that has to be alone.
 
         Alone, a row is cut to what is attended, and so it must be cut wherever its batch is made row by row. A record
         that masks tokens of its own at either end would be another one there than beside others.
