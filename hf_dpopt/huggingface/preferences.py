@@ -99,12 +99,25 @@ PAIR_LOSSES: dict[str, Callable[[Ratios], torch.Tensor]] = {
 }
 
 
-def _preference_loss(args: Any) -> Callable[..., torch.Tensor]:
-    """The loss of `args.loss_type` for each pair: a `per_example_loss_func`."""
-    weights = args.loss_weights or [1.0] * len(args.loss_type)
+class PreferenceLoss:
+    """The loss of `args.loss_type` for each pair: a `per_example_loss_func`.
 
-    def preference_loss(outputs: Any, labels: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        is_answer = _is_target(inputs["completion_mask"], inputs["attention_mask"])
+    Attributes:
+        reference: digest of the reference model; None where it is not known.
+    """
+
+    def __init__(self, args: Any):
+        self.args = args
+        self.reference: str | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What decides the loss of a pair: a resumed run must have the same."""
+        names = ("loss_type", "loss_weights", "beta", "label_smoothing", "discopop_tau")
+        return {name: getattr(self.args, name) for name in names} | {"reference": self.reference}
+
+    def __call__(self, outputs: Any, labels: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        args, is_answer = self.args, _is_target(inputs["completion_mask"], inputs["attention_mask"])
         log_p_B2 = answer_log_probabilities(outputs, inputs["input_ids"], is_answer)
         ratios = Ratios(
             log_p_B2[:, 0] - inputs["ref_chosen_logps"],
@@ -114,9 +127,9 @@ def _preference_loss(args: Any) -> Callable[..., torch.Tensor]:
             args.label_smoothing,
             args.discopop_tau,
         )
-        return sum(w * PAIR_LOSSES[kind](ratios) for kind, w in zip(args.loss_type, weights, strict=True))
-
-    return preference_loss
+        weights = args.loss_weights or [1.0] * len(args.loss_type)
+        losses = [w * PAIR_LOSSES[kind](ratios) for kind, w in zip(args.loss_type, weights, strict=True)]
+        return torch.stack(losses).sum(dim=0)
 
 
 def _is_target(answer_B2T: torch.Tensor, attended_B2T: torch.Tensor) -> torch.Tensor:
@@ -125,27 +138,33 @@ def _is_target(answer_B2T: torch.Tensor, attended_B2T: torch.Tensor) -> torch.Te
     return (answer_B2T != 0) & attended_B2T & F.pad(attended_B2T, (1, 0))[..., :-1]
 
 
-def _reward_loss(args: Any) -> Callable[..., torch.Tensor]:
+class RewardLoss:
     """The Bradley-Terry loss of each pair, as `trl.RewardTrainer` has it: a `per_example_loss_func`."""
 
-    def reward_loss(outputs: Any, labels: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def __init__(self, args: Any):
+        self.args = args
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What decides the loss of a pair: a resumed run must have the same."""
+        return {"center_rewards_coefficient": self.args.center_rewards_coefficient}
+
+    def __call__(self, outputs: Any, labels: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         chosen_B, rejected_B = outputs.logits.float().view(-1, 2).unbind(dim=1)
         losses_B = -F.logsigmoid(chosen_B - rejected_B - inputs.get("margin", 0.0))
-        if args.center_rewards_coefficient is not None:
-            losses_B = losses_B + args.center_rewards_coefficient * (chosen_B + rejected_B) ** 2
+        if self.args.center_rewards_coefficient is not None:
+            losses_B = losses_B + self.args.center_rewards_coefficient * (chosen_B + rejected_B) ** 2
         return losses_B
-
-    return reward_loss
 
 
 class PairCollator:
     """TRL's batches with the answers of a pair side by side: (2 B, T), all chosen ones first, becomes (B, 2, T)."""
 
     def __init__(self, collate: Callable[[list[Any]], Mapping[str, Any]]):
-        self.collate = collate
+        self.wrapped = collate
 
     def __call__(self, records: list[Any]) -> dict[str, torch.Tensor]:
-        found = self.collate(records)
+        found = self.wrapped(records)
         return {k: v.unflatten(0, (2, -1)).transpose(0, 1) if v.dim() == 2 else v for k, v in found.items()}
 
 
@@ -255,12 +274,19 @@ class DPDPOTrainer(_PairTrainer, _DPOTrainer):
     One row is one record: a prompt with a chosen and a rejected answer. To protect all pairs of a person together,
     use `privacy_unit="user"` and `user_id_column`.
 
+    A resumed run must have the loss and the reference of the first one. Where the reference is the model without its
+    adapter, it is not compared: resume with the same base model.
+
     Formal guarantee: that of `DPTrainerMixin`.
     """
 
     def __init__(self, model: Any = None, ref_model: Any = None, args: Any = None, **options: Any):
-        loss = _preference_loss(args) if isinstance(args, DPDPOConfig) else None  # what else is given is refused
+        loss = PreferenceLoss(args) if isinstance(args, DPDPOConfig) else None  # what else is given is refused
         super().__init__(model, args, ref_model=ref_model, per_example_loss_func=loss, **options)
+        if loss is not None and not (ref_model is None and hasattr(self.model, "peft_config")):
+            loss.reference = (
+                self._precompute_model_hash
+            )  # with an adapter it is one of both, and that starts at random
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """Reference log-probabilities of each pair by itself: no dropout, whose masks other pairs move, no batch."""
@@ -286,5 +312,5 @@ class DPRewardTrainer(_PairTrainer, RewardTrainer):
     """
 
     def __init__(self, model: Any = None, args: Any = None, **options: Any):
-        loss = _reward_loss(args) if isinstance(args, DPRewardConfig) else None
+        loss = RewardLoss(args) if isinstance(args, DPRewardConfig) else None
         super().__init__(model, args, per_example_loss_func=loss, **options)

@@ -35,7 +35,7 @@ def gradient_options(model: nn.Module, losses: RecordLosses, *, bf16: bool, coll
 
     Args:
         model: the model as it is trained, adapters included.
-        losses: losses of the run's records.
+        losses: losses of the run's records; what they depend on besides is the attribute `options` of their function.
         bf16: whether forwards compute in bfloat16.
         collator: collator of the training records.
     """
@@ -50,8 +50,8 @@ def gradient_options(model: nn.Module, losses: RecordLosses, *, bf16: bool, coll
         "loss": _loss(model, losses),
         "label_smoothing_factor": losses.label_smoothing,
         "bf16": bf16,
-        "collator": _collator(collator),
-    }
+        "collator": _collator(getattr(collator, "wrapped", collator)),
+    } | ({"loss_options": _public(losses.loss.options)} if hasattr(losses.loss, "options") else {})
 
 
 def _loss(model: nn.Module, losses: RecordLosses) -> str:

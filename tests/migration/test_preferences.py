@@ -28,7 +28,7 @@ from hf_dpopt import (  # noqa: E402  they need TRL
     DPSFTConfig,
     DPSFTTrainer,
 )
-from hf_dpopt.huggingface.preferences import PAIR_LOSSES, _preference_loss  # noqa: E402
+from hf_dpopt.huggingface.preferences import PAIR_LOSSES, PreferenceLoss  # noqa: E402
 
 
 class DPKTOTrainer(DPTrainerMixin, trl.KTOTrainer):
@@ -71,7 +71,7 @@ def _rows(num: int = 24) -> Dataset:
 
 
 def _preferences(tmp_path, callbacks=(), rows=None, who=False, **changes: Any) -> Any:
-    given = {name: changes.pop(name) for name in ("peft_config", "eval_dataset") if name in changes}
+    given = {name: changes.pop(name) for name in ("peft_config", "eval_dataset", "ref_model") if name in changes}
     rows = (_rows() if rows is None else rows).remove_columns(["margin", *([] if who else ["who"])])
     args = _arguments(tmp_path, DPDPOConfig, **EXACT | changes)
     return DPDPOTrainer(
@@ -127,7 +127,7 @@ def test_losses_are_weighed(tmp_path):
 @pytest.mark.parametrize("loss_type", ["sigmoid", "sigmoid_norm"])
 def test_no_answer_is_counted_from_padding(tmp_path, loss_type):
     """An answer without a prompt, padded on the left: how far decides another pair of the batch."""
-    loss = _preference_loss(_arguments(tmp_path, DPDPOConfig, loss_type=[loss_type]))
+    loss = PreferenceLoss(_arguments(tmp_path, DPDPOConfig, loss_type=[loss_type]))
     ids, logits = torch.randint(3, 20, (1, 2, 5)), torch.randn(2, 5, 20)
 
     def padded(by: int) -> torch.Tensor:
@@ -154,6 +154,29 @@ def test_a_step_is_the_clipped_sum_of_trls_rewards(tmp_path, has_margin):
     seen = tiny.Gradients()
     trainer = _rewards(tmp_path, [seen], has_margin, center_rewards_coefficient=0.1, clipping_norm=0.001)
     _is_exact(trainer, seen, bound=0.001, error=1e-4)  # two texts alike almost cancel, and float32 loses digits
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "word"),
+    [
+        (_preferences, {"beta": 0.5}, "loss_options.beta: 0.1 in the ledger, 0.5 now"),
+        (_preferences, {"loss_type": ["ipo"]}, r"loss_options.loss_type: \['sigmoid'\] in the ledger, \['ipo'\] now"),
+        (
+            _preferences,
+            {"ref_model": _model(n_positions=512, n_head=4, initializer_range=0.5)},
+            "loss_options.reference",
+        ),
+        (_preferences, {"max_length": 200}, "collator.max_length: 1024 in the ledger, 200 now"),
+        (_rewards, {"center_rewards_coefficient": 0.1}, "center_rewards_coefficient: None in the ledger, 0.1 now"),
+    ],
+)
+def test_a_run_is_resumed_with_the_same_loss(tmp_path, make, changes, word):
+    """And goes on with it."""
+    kept = dict(noise_multiplier=1.0, save_strategy="steps", save_steps=1)
+    make(tmp_path, **kept).train()
+    with pytest.raises(DPConfigError, match=f"used another private mechanism.*{word}"):
+        make(tmp_path, **kept, **changes).train(str(tmp_path / "out" / "checkpoint-1"))
+    make(tmp_path, **kept).train(str(tmp_path / "out" / "checkpoint-1"))
 
 
 def test_pairs_of_a_person_are_one_unit(tmp_path):
