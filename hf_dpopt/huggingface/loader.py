@@ -7,6 +7,7 @@ cut and collated inside the step.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -105,6 +106,28 @@ def without_unused(remove: Callable[..., Any], what: str, dataset: Any) -> Any:
         dataset: any; None for none.
     """
     return remove(dataset, description=what) if has_columns(dataset) else dataset
+
+
+def prepared_as_training(trainer: Any, dataset: Any) -> Any:
+    """Public records as a trainer of TRL prepared its training records; those of other trainers as they are.
+
+    Raises:
+        DPConfigError: for records that it cannot prepare.
+    """
+    prepare, skips = getattr(trainer, "_prepare_dataset", None), ("_skip_prepare_dataset", "_is_vision_dataset")
+    if prepare is None or any(getattr(trainer, name, False) for name in skips):
+        return dataset
+    formatting = getattr(trainer, "_formatting_func", None)
+    known = {"processing_class": trainer.processing_class, "args": trainer.args, "packing": False}
+    known |= {"formatting_func": formatting, "dataset_name": "public"}
+    takes = inspect.signature(prepare).parameters  # those of SFTTrainer are more
+    try:
+        return prepare(dataset, **{name: value for name, value in known.items() if name in takes})
+    except Exception as error:
+        raise DPConfigError(
+            f"The public_dataset cannot be prepared as the training set is: {type(error).__name__}: {error}. Give a "
+            "datasets.Dataset with the columns of train_dataset."
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.metric_release import complete_metrics
 from hf_dpopt.huggingface.refusals.data import check_batch
+from hf_dpopt.huggingface.refusals.gradient_stages import check_public_records
 from hf_dpopt.huggingface.workload import workload_of
 from hf_dpopt.noise.registry import check_length, is_independent
 from hf_dpopt.plan.choose import make_plan
@@ -18,6 +19,7 @@ from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.plan.size_limits import check_sizes, steps_of
 from hf_dpopt.records.data_mark import check_same_everywhere
+from hf_dpopt.records.overlap import TrainingRows
 from hf_dpopt.records.unit import check_unit
 from hf_dpopt.run.earlier import earlier_runs_for, reading_plan, recorded_plan
 from hf_dpopt.users import UserData
@@ -61,7 +63,7 @@ class PlannedRun:
             inputs: what the trainer has now.
 
         Raises:
-            DPConfigError: if a record did not stay one record.
+            DPConfigError: if a record did not stay one record, or public records are training records.
         """
         declared = declared_unit(inputs)
         dataset = inputs.train_dataset
@@ -72,6 +74,7 @@ class PlannedRun:
                 f"{inputs.trainer_class.__name__} made {len(dataset)} training records of {self.plan.num_examples} "
                 "(packing, splitting or filtering), so the plan does not fit. Prepare the dataset before the trainer."
             )
+        check_public_records(inputs, TrainingRows(dataset))
         return dataclasses.replace(self, unit_declared=declared)
 
 

@@ -302,6 +302,13 @@ class DPDPOTrainer(_PairTrainer, _DPOTrainer):
         finally:
             self._precompute_model_hash = model_hash
 
+    def _prepare_public(self, dataset: Any) -> Any:
+        found = super()._prepare_public(dataset)
+        if "ref_chosen_logps" in found.column_names:  # of another trainer, perhaps of another reference
+            found = found.remove_columns(["ref_chosen_logps", "ref_rejected_logps"])
+        batch = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
+        return self._precompute_ref_logps(found, "public", batch)
+
 
 class DPRewardTrainer(_PairTrainer, RewardTrainer):
     """`trl.RewardTrainer` with differential privacy; use it with `DPRewardConfig`.

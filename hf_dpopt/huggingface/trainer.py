@@ -25,7 +25,7 @@ from hf_dpopt.huggingface.arguments import RefuseStockTraining
 from hf_dpopt.huggingface.checkpoints import Checkpoints, loading
 from hf_dpopt.huggingface.evaluation import EvaluationGuard
 from hf_dpopt.huggingface.inputs import TrainerInputs
-from hf_dpopt.huggingface.loader import TrainingRecords, without_unused
+from hf_dpopt.huggingface.loader import TrainingRecords, prepared_as_training, without_unused
 from hf_dpopt.huggingface.planning import plan_run, to_train
 from hf_dpopt.huggingface.preemption import Preemption
 from hf_dpopt.huggingface.refusals import check_inputs
@@ -124,6 +124,8 @@ class DPTrainerMixin(_Trainer):
         super().__init__(model, args, *positional, **kwargs)
         self.remove_callback(RefuseStockTraining)
         keep_layout(self.model)
+        if public_dataset is not None and self.train_dataset is not training.dataset:  # they prepare it, too
+            self._inputs = dataclasses.replace(self._inputs, public_dataset=self._prepare_public(public_dataset))
         made = self._as_made()  # some trainers load the model or wrap it in an adapter themselves
         if model is not None and not inputs.has_final_model:
             check_model_with_records(made)
@@ -168,6 +170,9 @@ class DPTrainerMixin(_Trainer):
         """The inputs with what the Trainer made of them so far."""
         names = ("args", "model", "train_dataset", "eval_dataset", "processing_class", "data_collator")
         return dataclasses.replace(self._inputs, **{name: getattr(self, name) for name in names})
+
+    def _prepare_public(self, dataset: Any) -> Any:
+        return prepared_as_training(self, dataset)
 
     @contextlib.contextmanager
     def _closing(self) -> Iterator[None]:

@@ -80,12 +80,17 @@ def _preferences(tmp_path, callbacks=(), rows=None, who=False, **changes: Any) -
     )  # fmt: skip
 
 
+def _reward_model() -> Any:
+    return tiny.made(BertForSequenceClassification, vocab_size=len(tiny.byte_tokenizer()), num_labels=1)
+
+
 def _rewards(tmp_path, callbacks=(), has_margin=True, **changes: Any) -> Any:
     tokenizer = tiny.byte_tokenizer()
     rows = _rows().remove_columns(["who", *([] if has_margin else ["margin"])])
-    model = tiny.made(BertForSequenceClassification, vocab_size=len(tokenizer), num_labels=1)
     args = _arguments(tmp_path, DPRewardConfig, **EXACT | changes)
-    return DPRewardTrainer(model, args, train_dataset=rows, processing_class=tokenizer, callbacks=list(callbacks))
+    return DPRewardTrainer(
+        _reward_model(), args, train_dataset=rows, processing_class=tokenizer, callbacks=list(callbacks)
+    )
 
 
 EXACT = dict(learning_rate=0.0, noise_multiplier=0.0, clipping_norm=0.05, gradient_checkpointing=False)
@@ -117,6 +122,34 @@ def test_a_step_is_the_clipped_sum_of_trls_losses_of_pairs(tmp_path, loss_type):
     seen = tiny.Gradients()
     smoothing = 0.1 if loss_type in ("exo_pair", "robust") else 0.0
     _is_exact(_preferences(tmp_path, [seen], loss_type=[loss_type], label_smoothing=smoothing, beta=0.3), seen)
+
+
+@pytest.mark.parametrize("kind", [DPDPOTrainer, DPRewardTrainer, DPSFTTrainer])
+def test_public_records_are_prepared_like_the_training_set_and_compared_with_it(kind, tmp_path):
+    tokenizer, rows = tiny.byte_tokenizer(), _rows().remove_columns(["who", "margin"])
+    make, config = {
+        DPDPOTrainer: (_model, DPDPOConfig), DPRewardTrainer: (_reward_model, DPRewardConfig),
+        DPSFTTrainer: (_model, DPSFTConfig),
+    }[kind]  # fmt: skip
+    if kind is DPSFTTrainer:
+        rows = rows.map(lambda row: {"text": row["prompt"] + row["chosen"]}, remove_columns=rows.column_names)
+    public = rows.map(lambda row: {name: f"well, {text}" for name, text in row.items()})
+
+    def trainer(**changes: Any) -> Any:
+        of_args = {name: changes.pop(name) for name in ("preconditioner",) if name in changes}
+        args = _arguments(tmp_path, config, public_batch_size=8, gradient_checkpointing=False, **of_args)
+        return kind(make(), args=args, train_dataset=rows, processing_class=tokenizer, **changes)
+
+    prepared = trainer().train_dataset
+    only_ids = prepared.remove_columns(rows.column_names) if kind is DPSFTTrainer else prepared
+    for private in (rows, prepared, only_ids):
+        with pytest.raises(DPConfigError, match="in the training dataset"):
+            trainer(preconditioner="adadps", public_dataset=private)
+    with pytest.raises(DPConfigError, match="cannot be prepared.*Give a datasets.Dataset with the columns of train_d"):
+        trainer(preconditioner="adadps", public_dataset=list(public))
+    made = trainer(preconditioner="adadps", public_dataset=public)
+    made.train()
+    assert made.privacy_spent().num_steps == 2
 
 
 def test_losses_are_weighed(tmp_path):

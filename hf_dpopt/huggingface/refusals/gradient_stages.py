@@ -24,15 +24,26 @@ def check_stages(inputs: TrainerInputs, training: TrainingRows) -> Iterator[Refu
     """Refuse preconditioners, filters and optimizers that do not go together, or lack their inputs."""
     args = inputs.args
     check_count("public_batch_size", args.public_batch_size)
-    options = check_mapping("preconditioner_kwargs", args.preconditioner_kwargs or {}, '{"clipping_norm": 5}')
     yield from _on_kinds(inputs)
     low_pass, optimizer = low_pass_of(args), _optimizer(inputs)
     yield from _on_what_is_given_twice(inputs, optimizer)
-    preclip = inputs.preclip or make_preclip(args.preconditioner, options)
+    preclip = _preclip(inputs)
     yield from _on_public_records(inputs, training, preclip)
     inner = optimizer.filter if isinstance(optimizer, NoiseAwareOptimizer) else None
     before = [] if low_pass is None or inner is not None else [low_pass]
     yield from _on_noise_level(args, preclip, optimizer, [*before, *inputs.postprocess], inner)
+
+
+@refuses
+def check_public_records(inputs: TrainerInputs, training: TrainingRows) -> Iterator[Refusal]:
+    """Refuse public records as the trainer prepared them: training records among them, or too few."""
+    yield from _on_public_records(inputs, training, _preclip(inputs))
+
+
+def _preclip(inputs: TrainerInputs) -> Preclip:
+    given = inputs.args.preconditioner_kwargs or {}
+    options = check_mapping("preconditioner_kwargs", given, '{"clipping_norm": 5}')
+    return inputs.preclip or make_preclip(inputs.args.preconditioner, options)
 
 
 def _optimizer(inputs: TrainerInputs) -> Any:
