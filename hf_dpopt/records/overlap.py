@@ -173,7 +173,7 @@ def _values(dataset: Any, rows: np.ndarray, as_stored: bool) -> list[Any]:
 
 
 def is_a(dataset: Any, name: str) -> bool:
-    """Whether this is a `datasets.Dataset` or `IterableDataset`: whoever holds one has imported that library."""
+    """Whether this is of that class of `datasets`: whoever holds one has imported that library."""
     return isinstance(dataset, getattr(sys.modules.get("datasets"), name, ()))
 
 

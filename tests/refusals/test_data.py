@@ -35,6 +35,10 @@ DATA: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "streaming=False",
     ),
     "without length": (lambda: {"train_dataset": _Unsized()}, "streaming=False"),
+    "all splits": (
+        lambda: {"train_dataset": datasets.DatasetDict(train=datasets.Dataset.from_list(records()))},
+        "train_dataset is a DatasetDict with the splits train: pass dataset..train",
+    ),
     "empty": (lambda: {"train_dataset": []}, "empty.*Check the file"),
     "compute_loss_func": (
         lambda: {"train_dataset": records(), "compute_loss_func": lambda outputs, labels, **_: outputs.logits.sum()},

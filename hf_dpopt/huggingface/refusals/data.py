@@ -11,7 +11,7 @@ from hf_dpopt.common.checks import check_at_most, check_count
 from hf_dpopt.common.errors import DPConfigError, Refusal, refuses, shown
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.plan.size_limits import MAX_UNITS
-from hf_dpopt.records.overlap import TrainingRows
+from hf_dpopt.records.overlap import TrainingRows, is_a
 
 BUDGET = ("eval_target_epsilon", "eval_times", "eval_loss_bound")  # of a private set
 METRICS = ("accuracy", "f1", "loss")  # of one
@@ -30,6 +30,10 @@ def check_datasets(inputs: TrainerInputs) -> None:
             raise DPConfigError(
                 f"{name}={shown(dataset)} is no dataset. Load it: datasets.load_dataset(..), or a list of records."
             )
+        if name != "eval_dataset" and any(is_a(dataset, kind) for kind in ("DatasetDict", "IterableDatasetDict")):
+            splits, kind = list(map(str, dataset)), type(dataset).__name__
+            one = splits[0] if splits and "train" not in splits else "train"
+            raise DPConfigError(f"{name} is a {kind} with the splits {', '.join(splits)}: pass dataset[{one!r}].")
         if dataset is None or not hasattr(dataset, "__len__"):
             continue
         try:
