@@ -141,7 +141,8 @@ class Collation:
         """
         if not self.sees_batches or not isinstance(record, Mapping):
             return None
-        ids, mask = (record.get(name) for name in ("input_ids", "attention_mask"))
+        ids: Any = record.get("input_ids")
+        mask: Any = record.get("attention_mask")
         if is_flat(mask) and len(mask) and not (mask[0] and mask[-1]):
             if not mask[0] or not is_flat(ids) or len(ids) != len(mask):
                 return None
