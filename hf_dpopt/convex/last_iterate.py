@@ -119,8 +119,8 @@ class ProjectedSGD:
             allowed = 2 / steepest
             raise DPConfigError(
                 f"step_size={self.step_size:g} is not below {formula} = {allowed:g}: a step is no contraction, and "
-                f"the privacy loss may grow with every one. Use less than {allowed:g}, half of it to be safe from large "
-                "batches."
+                f"the privacy loss may grow with every one. Use less than {allowed:g}, half of it to be safe from "
+                "large batches."
             )
 
     @property
