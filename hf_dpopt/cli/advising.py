@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any, get_args
 
 import typer
 
+from hf_dpopt.accounting.delta import resolve_delta
 from hf_dpopt.cli.show import print_json, print_table, warn
 from hf_dpopt.common.checks import check_choice, check_count
 from hf_dpopt.common.errors import DPConfigError
@@ -82,11 +84,29 @@ def command_of(job: TrainingJob) -> str | None:
     """Command that trains a classifier of texts so; the run chooses batch and learning rate by the same rules."""
     if job.objective != "classification":
         return None
-    delta = "" if job.target_delta is None else f" --target_delta {job.target_delta:g}"
-    budget = f"--target_epsilon {job.target_epsilon:g}{delta} --num_train_epochs {job.passes:g}"
+    budget = f"{_budget(job)} --num_train_epochs {job.passes:g}"
     model = REFERENCE_MODEL if job.model_size == REFERENCE_SIZE else "your/model"
     how = f"--model_name_or_path {model} {DATA} {PARTS[job.kind]} {budget}"
     return " ".join(f"python recipes/glue.py {how} --output_dir out".split())
+
+
+def _budget(job: TrainingJob) -> str:
+    delta = job.target_delta
+    flags = f"--target_epsilon {job.target_epsilon:g}" + ("" if delta is None else f" --target_delta {delta:g}")
+    return flags + (" --allow_large_delta true" if delta is not None and delta * job.num_units > 1 else "")
+
+
+def check_delta_of(job: TrainingJob, *, allow_large: bool) -> None:
+    """Refuse a delta that the advised run would refuse, and warn of one that it would warn of.
+
+    Raises:
+        DPConfigError: for a delta above 1/n that was not allowed, and for one record alone.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resolve_delta(job.target_delta, job.num_units, allow_large=allow_large)
+    for warning in caught:
+        warn(str(warning.message))
 
 
 def parse_count(text: str | None) -> int | None:
@@ -168,7 +188,7 @@ def show_advice(job: TrainingJob, *, as_json: bool) -> None:
         typer.echo(f"\nWith your files, labels and model:\n{command}")
     flags = " ".join(f"--{name} {value}" for name, value in advice.values.items())
     typer.echo("\nIn your own script:")
-    typer.echo(f"--num_train_epochs {job.passes:g} --target_epsilon {job.target_epsilon:g} {flags}")
+    typer.echo(f"--num_train_epochs {job.passes:g} {_budget(job)} {flags}")
 
 
 def judge(plan: PrivacyPlan, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]] | None:

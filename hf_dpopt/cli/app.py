@@ -108,7 +108,9 @@ def plan(
     given["weights"] = advising.parse_count(weights)
     if options["expected_batch_size"] is None:
         advising.refuse_without_batch(ctx)
-        advising.show_advice(advising.job_of(given), as_json=as_json)
+        job = advising.job_of(given)
+        advising.check_delta_of(job, allow_large=given["allow_large_delta"])
+        advising.show_advice(job, as_json=as_json)
         return
     from hf_dpopt.cli import planning
 

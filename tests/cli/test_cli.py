@@ -133,6 +133,14 @@ def test_advice_is_printed_as_flags_of_a_training_script(run: Run, flags: list[s
     assert args.target_epsilon == 8 and args.num_train_epochs == 10
 
 
+@pytest.mark.parametrize(("delta", "flags"), [("1e-05", []), ("0.01", ["--allow-large-delta"])])
+def test_advice_names_the_delta_that_was_given(run: Run, delta: str, flags: list[str]) -> None:
+    lines = run("plan", "-n", "1000", "--epsilon", "8", "--delta", delta, *flags)[1].splitlines()
+    named = [line for line in lines if "--target_epsilon" in line]
+    assert len(named) == 2 and all(f"--target_delta {delta}" in line for line in named)
+    assert all(("--allow_large_delta true" in line) == bool(flags) for line in named)
+
+
 @pytest.mark.parametrize(("flags", "model"), [([], "all-MiniLM-L6-v2"), (["--weights", "125M"], "your/model")])
 def test_the_command_names_a_model_of_the_size_that_was_asked_for(run: Run, flags: list[str], model: str) -> None:
     (command,) = [
@@ -169,6 +177,7 @@ def test_a_poor_plan_is_a_warning(run: Run) -> None:
         (["--adjacency", "remove"], "adjacency='remove'"),
         (["--epsilon", "8", "--passes", "1e9"], "at most 100000"),
         (["--epsilon", "8", "--delta", "0"], "target_delta=0.0 is outside (0, 1)"),
+        (["--epsilon", "8", "--delta", "0.01"], "Use target_delta <= 0.0001"),
         (["--epsilon", "8", "--steps", "100"], "--steps plans a run, which needs a batch"),
         (["--epsilon", "8", "--compare"], "--compare plans a run"),
         (["--epsilon", "8", "--sampling", "fixed_order"], "add --batch 1024"),
