@@ -85,6 +85,11 @@ class DatasetLedger:
             DPConfigError: if there is none, or a line was changed.
         """
         path = Path(path)
+        if path.is_dir():
+            raise DPConfigError(
+                f"{path} is a folder. Give the file that runs were given as privacy_ledger. What one run spent is in "
+                "privacy/statement.md of its output_dir."
+            )
         file = ChainedFile.read(path) if path.exists() else None
         if file is None or not file.records:
             raise DPConfigError(f"There is no ledger of a dataset at {path}. Give the path that the runs were given.")

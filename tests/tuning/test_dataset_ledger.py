@@ -192,6 +192,11 @@ def test_a_trainer_is_charged_before_its_first_step_and_stopped_when_nothing_is_
     assert shown["spent"] == ledger.spent and [one["entry"] for one in shown["runs"]] == [entry]
 
 
+def test_a_folder_is_not_a_ledger_and_the_file_is_named(tmp_path):
+    with pytest.raises(DPConfigError, match="is a folder. Give the file that runs were given as privacy_ledger"):
+        show_ledger(tmp_path, as_json=False)
+
+
 def test_a_resumed_run_keeps_its_entry_and_its_ledger(tmp_path: Path):
     options = {"privacy_ledger_epsilon": 12.0, "save_strategy": "steps", "save_steps": 2, "max_steps": 3}
     run(tmp_path, "one", **options).train()
