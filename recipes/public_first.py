@@ -15,8 +15,11 @@ from typing import Any
 from transformers import Trainer, TrainingArguments
 
 from hf_dpopt import DPConfigError, DPTrainingArguments
+from hf_dpopt.huggingface.inputs import TrainerInputs
+from hf_dpopt.huggingface.refusals.gradient_stages import check_public_records
 from hf_dpopt.plan.advice import kind_of
 from hf_dpopt.preclip import PRECLIPS
+from hf_dpopt.records.overlap import TrainingRows
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +38,14 @@ def learn_public(model: Any, records: Any, collate: Any, args: DPTrainingArgumen
         collate: makes a batch of records.
         args: arguments of the run that follows; device, seed and physical batch are theirs.
         data_args: `public_epochs` and `public_learning_rate`.
+
+    Raises:
+        DPConfigError: for fewer records than a stage of the private step draws.
     """
     if not data_args.public_epochs:
         return
+    if stages_on_public(args):  # the trainer would find too few records only after this training
+        check_public_records(TrainerInputs(args=args, public_dataset=records), TrainingRows(None))
     _declare(args, len(records))
     if args.resume_from_checkpoint is not None:  # the checkpoint has learnt it
         return
@@ -88,9 +96,10 @@ def check_public(data_args: Any, args: DPTrainingArguments) -> None:
                 f"{' and '.join(stages)}: learns from public records, and there are none. Add --public_file <public "
                 "records, in the form of train_file>."
             )
-        if data_args.public_learning_rate is not None or data_args.public_epochs != 1.0:
+        options = {"public_learning_rate": None, "public_epochs": 1.0}
+        if given := [name for name, default in options.items() if getattr(data_args, name) != default]:
             raise DPConfigError(
-                "public_learning_rate and public_epochs are for public records. Add --public_file, or leave them out."
+                f"{' and '.join(given)}: there are no public records. Add --public_file, or leave it out."
             )
         return
     if data_args.non_private:
@@ -104,12 +113,15 @@ def check_public(data_args: Any, args: DPTrainingArguments) -> None:
             "in public_file is not protected."
         )
     rate, epochs = data_args.public_learning_rate, data_args.public_epochs
-    is_passed = 0 < epochs < float("inf") or (epochs == 0 and bool(stages))
-    if not is_passed or not (rate is None or 0 < rate < float("inf")):
+    if epochs == 0 and not stages:
         raise DPConfigError(
-            f"public_epochs={epochs} and public_learning_rate={rate} must be finite and > 0 (public_epochs 0 is for "
-            "--preconditioner and --public_mirror_descent, which learn from the file in every step). Use 1, and leave "
-            "the rate out."
+            "public_epochs=0: nothing would learn from public_file. Leave public_epochs out, or add --preconditioner "
+            "adadps or --public_mirror_descent cosine, which learn from the file in every step."
+        )
+    if not 0 <= epochs < float("inf") or not (rate is None or 0 < rate < float("inf")):
+        raise DPConfigError(
+            f"public_epochs={epochs} and public_learning_rate={rate} must be finite and > 0. Use 1, and leave out "
+            "the rate."
         )
 
 
