@@ -112,7 +112,7 @@ class PreferenceLoss:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What decides the loss of a pair: a resumed run must have the same."""
+        """Options that decide the loss of a pair; a resumed run must have the same."""
         names = ("loss_type", "loss_weights", "beta", "label_smoothing", "discopop_tau")
         return {name: getattr(self.args, name) for name in names} | {"reference": self.reference}
 
@@ -146,7 +146,7 @@ class RewardLoss:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What decides the loss of a pair: a resumed run must have the same."""
+        """Options that decide the loss of a pair; a resumed run must have the same."""
         return {"center_rewards_coefficient": self.args.center_rewards_coefficient}
 
     def __call__(self, outputs: Any, labels: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
