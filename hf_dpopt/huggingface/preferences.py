@@ -306,8 +306,7 @@ class DPDPOTrainer(_PairTrainer, _DPOTrainer):
         found = super()._prepare_public(dataset)
         if "ref_chosen_logps" in found.column_names:  # of another trainer, perhaps of another reference
             found = found.remove_columns(["ref_chosen_logps", "ref_rejected_logps"])
-        batch = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
-        return self._precompute_ref_logps(found, "public", batch)
+        return self._precompute_ref_logps(found, "public", 1)
 
 
 class DPRewardTrainer(_PairTrainer, RewardTrainer):
