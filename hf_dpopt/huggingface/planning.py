@@ -70,9 +70,16 @@ class PlannedRun:
         if self.users is not None:
             self.users.check(dataset)
         elif len(dataset) != self.plan.num_examples:
+            made = f"{inputs.trainer_class.__name__} made {len(dataset)} training records of {self.plan.num_examples}"
+            longest = getattr(inputs.args, "max_length", None)  # of TRL's trainers
+            if longest is not None and len(dataset) < self.plan.num_examples:
+                raise DPConfigError(
+                    f"max_length={longest}: {made}, because TRL leaves out what does not fit, and the plan counts it. "
+                    "Set a larger max_length (None: no limit), or take such records out of the dataset before."
+                )
             raise DPConfigError(
-                f"{inputs.trainer_class.__name__} made {len(dataset)} training records of {self.plan.num_examples} "
-                "(packing, splitting or filtering), so the plan does not fit. Prepare the dataset before the trainer."
+                f"{made} (packing, splitting or filtering), so the plan does not fit. Prepare the dataset before the "
+                "trainer."
             )
         check_public_records(inputs, TrainingRows(dataset))
         return dataclasses.replace(self, unit_declared=declared)

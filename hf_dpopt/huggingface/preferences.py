@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from transformers import TrainingArguments
 
 from hf_dpopt.common.errors import Refusal, refuses
 from hf_dpopt.common.extras import missing
@@ -182,14 +183,31 @@ class _PairTrainer(DPTrainerMixin):
 
 
 @refuses
+def _check_given(
+    trainer: type, config: type, args: Any, options: Mapping[str, Any], ref_model: Any = None
+) -> Iterator[Refusal]:
+    """Refusals for arguments of a trainer of pairs, before anything else looks at them."""
+    name, got = trainer.__name__, "no args" if args is None else type(args).__name__
+    yield (
+        isinstance(ref_model, TrainingArguments),
+        f"{name}: the second argument by place is ref_model, as in TRL. Give args by name: {name}(model, args=args).",
+    )
+    yield not isinstance(args, config), f"{name} got {got}. Use hf_dpopt.{config.__name__}, and set target_epsilon."
+    yield (
+        "per_example_loss_func" in options,
+        f"per_example_loss_func: {name} has a loss of its own, which its arguments choose. Leave "
+        "per_example_loss_func out, or use DPTrainer.",
+    )
+    yield (
+        "model_init" in options,
+        f"model_init: {name} takes a model, as TRL's trainers do. Pass model=.",
+    )
+
+
+@refuses
 def check_pair_options(inputs: TrainerInputs) -> Iterator[Refusal]:
     """Refusals for losses of pairs: what mixes records, and what is not implemented for pairs."""
     args: Any = inputs.args
-    kind = inputs.trainer_class.__name__
-    config = {"DPDPOTrainer": "DPDPOConfig", "DPRewardTrainer": "DPRewardConfig"}.get(kind, "DPDPOConfig")
-    if not isinstance(args, (DPDPOConfig, DPRewardConfig)):
-        yield True, f"{kind} got {type(args).__name__}. Use hf_dpopt.{config}, and set target_epsilon."
-        return
     yield (
         args.activation_offloading,
         "`activation_offloading` keeps layers' inputs where the capture of per-record gradients does not see them. "
@@ -201,8 +219,9 @@ def check_pair_options(inputs: TrainerInputs) -> Iterator[Refusal]:
         "pairs: eval_data_privacy='public'.",
     )
     yield (
-        inputs.model_init is not None,
-        "model_init: the reference must be the model that training begins with. Pass model=.",
+        args.label_smoothing_factor != 0,
+        f"label_smoothing_factor={args.label_smoothing_factor}: losses of pairs have no labels to smooth. Set "
+        "label_smoothing_factor=0.",
     )
     if not isinstance(args, DPDPOConfig):
         return
@@ -216,6 +235,23 @@ def check_pair_options(inputs: TrainerInputs) -> Iterator[Refusal]:
         not args.precompute_ref_log_probs or args.sync_ref_model,
         "The reference is fixed, and its log-probabilities are computed once, before training. Leave "
         "precompute_ref_log_probs=True and sync_ref_model=False.",
+    )
+    yield (
+        args.padding_free,
+        "padding_free=True: several texts in one row would be clipped as one. Set padding_free=False.",
+    )
+    yield (
+        not args.beta > 0,
+        f"beta={args.beta}: it scales the preference against the reference. Set beta above 0, as 0.1.",
+    )
+    yield (
+        "robust" in args.loss_type and not 0 <= args.label_smoothing < 0.5,
+        f"label_smoothing={args.label_smoothing}: loss_type='robust' divides by 1 - 2 label_smoothing. Set "
+        "label_smoothing in [0, 0.5).",
+    )
+    yield (
+        "discopop" in args.loss_type and not args.discopop_tau > 0,
+        f"discopop_tau={args.discopop_tau}: loss_type='discopop' divides by it. Set discopop_tau above 0, as 0.05.",
     )
     yield (
         args.precompute_ref_batch_size is not None,
@@ -268,6 +304,9 @@ class _DPOTrainer(DPOTrainer):
         )  # fmt: skip
 
 
+_DPOTrainer.__init__.__qualname__ = DPOTrainer.__init__.__qualname__  # for errors that name it
+
+
 class DPDPOTrainer(_PairTrainer, _DPOTrainer):
     """`trl.DPOTrainer` with differential privacy; use it with `DPDPOConfig`.
 
@@ -280,10 +319,11 @@ class DPDPOTrainer(_PairTrainer, _DPOTrainer):
     Formal guarantee: that of `DPTrainerMixin`.
     """
 
-    def __init__(self, model: Any = None, ref_model: Any = None, args: Any = None, **options: Any):
-        loss = PreferenceLoss(args) if isinstance(args, DPDPOConfig) else None  # what else is given is refused
-        super().__init__(model, args, ref_model=ref_model, per_example_loss_func=loss, **options)
-        if loss is not None and not (ref_model is None and hasattr(self.model, "peft_config")):
+    def __init__(self, model: Any = None, ref_model: Any = None, args: Any = None, *positional: Any, **options: Any):
+        _check_given(type(self), DPDPOConfig, args, options, ref_model)
+        loss = PreferenceLoss(args)
+        super().__init__(model, args, *positional, ref_model=ref_model, per_example_loss_func=loss, **options)
+        if not (ref_model is None and hasattr(self.model, "peft_config")):
             loss.reference = (
                 self._precompute_model_hash
             )  # with an adapter it is one of both, and that starts at random
@@ -317,6 +357,6 @@ class DPRewardTrainer(_PairTrainer, RewardTrainer):
     Formal guarantee: that of `DPTrainerMixin`.
     """
 
-    def __init__(self, model: Any = None, args: Any = None, **options: Any):
-        loss = RewardLoss(args) if isinstance(args, DPRewardConfig) else None
-        super().__init__(model, args, per_example_loss_func=loss, **options)
+    def __init__(self, model: Any = None, args: Any = None, *positional: Any, **options: Any):
+        _check_given(type(self), DPRewardConfig, args, options)
+        super().__init__(model, args, *positional, per_example_loss_func=RewardLoss(args), **options)

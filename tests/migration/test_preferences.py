@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import BertForSequenceClassification, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import BertForSequenceClassification, GPT2LMHeadModel, LlamaForCausalLM, TrainingArguments
 
 from hf_dpopt import DPConfigError, DPTrainerMixin, DPTrainingArguments
 from tests import tiny
@@ -259,6 +259,12 @@ def test_reference_values_of_a_pair_depend_on_that_pair_alone(tmp_path, kind):
         ({"ld_alpha": 0.5}, "ld_alpha=0.5 is not implemented for private training. Use ld_alpha=None"),
         ({"f_divergence_type": "forward_kl"}, "Use f_divergence_type='reverse_kl'"),
         ({"use_weighting": True}, "Use use_weighting=False"),
+        ({"padding_free": True}, "padding_free=True: .* Set padding_free=False"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1: .* Set label_smoothing_factor=0"),
+        ({"beta": 0.0}, "beta=0.0: .* Set beta above 0"),
+        ({"beta": math.nan}, "beta=nan: .* Set beta above 0"),
+        ({"loss_type": ["robust"], "label_smoothing": 0.5}, r"label_smoothing=0.5: .* label_smoothing in \[0, 0.5\)"),
+        ({"loss_type": ["discopop"], "discopop_tau": 0.0}, "discopop_tau=0.0: .* Set discopop_tau above 0"),
         ({"activation_offloading": True}, "activation_offloading=False"),
         ({"eval_data_privacy": "private", "eval_target_epsilon": 2.0}, "eval_data_privacy='public'"),
     ],
@@ -269,11 +275,50 @@ def test_losses_that_are_not_of_single_pairs_are_refused(tmp_path, changes, mend
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("args", [DPTrainingArguments, DPSFTConfig])
-@pytest.mark.parametrize(("trainer", "config"), [(DPDPOTrainer, "DPDPOConfig"), (DPRewardTrainer, "DPRewardConfig")])
-def test_other_arguments_are_refused_and_the_right_ones_named(tmp_path, trainer, config, args):
-    with pytest.raises(DPConfigError, match=f"Use hf_dpopt.{config}"):
-        trainer(_model(), args=_arguments(tmp_path, args), train_dataset=PAIRS)
+@pytest.mark.parametrize(
+    "args", [DPTrainingArguments, DPSFTConfig, "the other's", trl.DPOConfig, trl.RewardConfig, TrainingArguments, None]
+)
+@pytest.mark.parametrize(
+    ("trainer", "config", "others"),
+    [(DPDPOTrainer, DPDPOConfig, DPRewardConfig), (DPRewardTrainer, DPRewardConfig, DPDPOConfig)],
+)
+def test_other_arguments_are_refused_and_the_right_ones_named(tmp_path, trainer, config, others, args):
+    args = others if isinstance(args, str) else args
+    is_private = args is not None and issubclass(args, DPTrainingArguments)
+    given = _arguments(tmp_path, args) if is_private else args and args(output_dir=str(tmp_path / "out"), use_cpu=True)
+    got = args.__name__ if args else "no args"
+    with pytest.raises(
+        DPConfigError, match=f"{trainer.__name__} got {got}. Use hf_dpopt.{config.__name__}, and set target_epsilon."
+    ):
+        trainer(_model(), args=given, train_dataset=PAIRS)
+
+
+def test_arguments_by_place_are_those_of_trl(tmp_path):
+    model, tokenizer, rows = _model(n_positions=512), tiny.byte_tokenizer(), _rows().remove_columns(["who", "margin"])
+    args = _arguments(tmp_path, DPDPOConfig)
+    with pytest.raises(DPConfigError, match="second argument by place is ref_model.*DPDPOTrainer\\(model, args=args"):
+        DPDPOTrainer(model, args)
+    made: Any = DPDPOTrainer(model, None, args, None, rows, None, tokenizer)
+    assert made.plan.num_examples == len(rows) and made.processing_class is tokenizer
+    model, args = (
+        tiny.made(BertForSequenceClassification, vocab_size=259, num_labels=1),
+        _arguments(tmp_path, DPRewardConfig),
+    )
+    made = DPRewardTrainer(model, args, None, rows, None, tokenizer)
+    assert made.plan.num_examples == len(rows) and made.processing_class is tokenizer
+
+
+@pytest.mark.parametrize("option", ["per_example_loss_func", "model_init"])
+@pytest.mark.parametrize(("trainer", "config"), [(DPDPOTrainer, DPDPOConfig), (DPRewardTrainer, DPRewardConfig)])
+def test_losses_and_models_that_are_not_taken_are_refused(tmp_path, trainer, config, option):
+    with pytest.raises(DPConfigError, match=f"^{option}: {trainer.__name__} "):
+        trainer(_model(), args=_arguments(tmp_path, config), train_dataset=PAIRS, **{option: _model})
+
+
+@pytest.mark.parametrize(("make", "limit"), [(_preferences, 18), (_rewards, 26)])
+def test_texts_that_do_not_fit_are_named(tmp_path, make, limit):
+    with pytest.raises(DPConfigError, match=f"^max_length={limit}: .* records of 24.*Set a larger max_length"):
+        make(tmp_path, max_length=limit)
 
 
 class MixedDPO(DPTrainerMixin, trl.DPOTrainer):
