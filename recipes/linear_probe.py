@@ -16,6 +16,7 @@ public records (Kairouz et al. 2021, arXiv:2008.06570), and epsilon is that of a
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 import time
@@ -171,7 +172,9 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, HeadT
     config = training_args.head_config(10**9)  # values out of range end here
     if not isinstance(config, SubspaceHeadConfig):
         config.sgd(config.expected_batch_size, 1.0, 0.5)  # full batches allow the most
-    options.check(model_args, data_args, training_args, embedded=embedded)
+    others = copy.copy(training_args)  # the subspace of a head has options of its own, which were checked above
+    others.preconditioner, others.preconditioner_kwargs = "none", None
+    options.check(model_args, data_args, others, embedded=embedded)
     return model_args, data_args, training_args
 
 

@@ -114,13 +114,17 @@ class ProjectedSGD:
         if self.batch_cap is not None:
             steepest = self._steepest
             formula = f"2 / (M B / b + l2), batches having up to B = {self.batch_cap} records,"
-        # without a ball, steps that keep distances as they are leave nothing that bounds them
-        if self.step_size * steepest > 2 or (self.diameter == math.inf and self.step_size * steepest >= 2 - 1e-12):
-            allowed = 2 / steepest
+        product, allowed = self.step_size * steepest, 2 / steepest
+        if product > 2:
             raise DPConfigError(
-                f"step_size={self.step_size:g} is not below {formula} = {allowed:g}: a step is no contraction, and "
-                f"the privacy loss may grow with every one. Use less than {allowed:g}, half of it to be safe from "
-                "large batches."
+                f"step_size={self.step_size:g} is above {formula} = {allowed:g}: a step is no contraction, and "
+                f"the privacy loss may grow with every one. Use at most {allowed:g}, half of it to be safe from large "
+                "batches."
+            )
+        if self.diameter == math.inf and product >= 2 - 1e-12:
+            raise DPConfigError(
+                f"step_size={self.step_size:g} is {formula} = {allowed:g}: a step keeps distances, and without a ball "
+                "nothing bounds them. Use a smaller one."
             )
 
     @property

@@ -282,7 +282,7 @@ def test_plan_head_says_noise_bound_and_free_steps(run: Run) -> None:
     [
         (["--steps", "10"], "Give exactly one of target_epsilon"),
         (["--steps", "0", "--epsilon", "2"], "num_steps=0"),
-        (["--steps", "10", "--epsilon", "2", "--learning_rate", "9"], "Use less than 4"),
+        (["--steps", "10", "--epsilon", "2", "--learning_rate", "9"], "Use at most 4"),
     ],
 )
 def test_a_wrong_head_is_one_line(run: Run, given: list[str], mend: str) -> None:

@@ -136,7 +136,7 @@ REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
         {"label_list": "a,b", **dict.fromkeys(("train_file", "validation_file", "model_name_or_path"))},
         "label_list: for data of your own",
     ),
-    "public passes": ({"public_file": "p.tsv", "public_epochs": "0"}, "must be finite and > 0"),
+    "public passes": ({"public_file": "p.tsv", "public_epochs": "0"}, "nothing would learn from public_file"),
     "public rate alone": ({"public_learning_rate": "0.1"}, "Add --public_file"),
     "public without a private run": (
         {"public_file": "a.tsv", "non_private": "true", "target_epsilon": None},
