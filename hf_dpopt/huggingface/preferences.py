@@ -323,10 +323,9 @@ class DPDPOTrainer(_PairTrainer, _DPOTrainer):
         _check_given(type(self), DPDPOConfig, args, options, ref_model)
         loss = PreferenceLoss(args)
         super().__init__(model, args, *positional, ref_model=ref_model, per_example_loss_func=loss, **options)
+        # without a reference of its own the hash is that of the model with its adapter, which starts at random
         if not (ref_model is None and hasattr(self.model, "peft_config")):
-            loss.reference = (
-                self._precompute_model_hash
-            )  # with an adapter it is one of both, and that starts at random
+            loss.reference = self._precompute_model_hash
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """Reference log-probabilities of each pair by itself: no dropout, whose masks other pairs move, no batch."""

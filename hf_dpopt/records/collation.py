@@ -141,15 +141,23 @@ class Collation:
         """
         if not self.sees_batches or not isinstance(record, Mapping):
             return None
+        try:
+            return None if self._masks_its_ends(record) else _types(record)
+        except BaseException as error:  # collated alone, where what is wrong with it reaches no other record
+            if is_environment(error):
+                raise
+            return None
+
+    def _masks_its_ends(self, record: Mapping[str, Any]) -> bool:
+        """Whether a record masks its first token, or a last one that is not padding."""
         ids: Any = record.get("input_ids")
         mask: Any = record.get("attention_mask")
-        if is_flat(mask) and len(mask) and not (mask[0] and mask[-1]):
-            if not mask[0] or not is_flat(ids) or len(ids) != len(mask):
-                return None
-            stop = max(i for i, attended in enumerate(mask) if attended) + 1
-            if any(int(token) != self.padding_id for token in ids[stop:]):
-                return None
-        return _types(record)
+        if not is_flat(mask) or not len(mask) or (mask[0] and mask[-1]):
+            return False
+        if not mask[0] or not is_flat(ids) or len(ids) != len(mask):
+            return True
+        stop = max(i for i, attended in enumerate(mask) if attended) + 1
+        return any(int(token) != self.padding_id for token in ids[stop:])
 
     def fitted(self, record: Any) -> Any:
         """A record as the collator may see it; None if it does not fit."""

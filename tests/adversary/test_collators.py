@@ -62,6 +62,7 @@ SPOILERS = {
     "too long": {"input_ids": [9] * 40, "attention_mask": [1] * 40, "labels": 1},
     "a mask of another length": {"input_ids": [9, 9], "attention_mask": [1] * 5, "labels": 1},
     "an object": {"input_ids": [9, None], "attention_mask": [1, 1], "labels": 1},
+    "an object behind the mask": {"input_ids": [9, None], "attention_mask": [1, 0], "labels": 1},
 }
 
 
