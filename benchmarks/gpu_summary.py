@@ -12,7 +12,7 @@ STEPS = (
     "| model | tokens | finetuning | way | records of a step (physical batch) | ms | records/s | to stock | to compiled stock "
     "| TFLOP/s | MFU | MiB |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
-NOISE = "| model | finetuning | parameters | stream | ms | normals/s |\n|---|---|---|---|---|---|"
+NOISE = "| model | finetuning | parameters | ms | normals/s |\n|---|---|---|---|---|"
 CLIPPING = (
     "| model | tokens | finetuning | precision | way | batch | ms | to stock |\n|---|---|---|---|---|---|---|---|"
 )
@@ -59,7 +59,12 @@ def note(record: Record) -> str:
     if "metrics" in result:
         metrics = {name: value for name, value in result["metrics"].items() if isinstance(value, float)}
         said = ", ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in metrics.items())
-        return f"epsilon {result['epsilon']:.3g}, {result['steps']} steps of {result['batch']}: {said}"
+        plan = (
+            f"epsilon {result['epsilon']:.3g}, {result['steps']} steps of {result['batch']}"
+            if "epsilon" in result
+            else "stock"
+        )
+        return f"{plan}: {said}"
     return ""
 
 
@@ -92,7 +97,7 @@ def step_lines(rows: list[Record]) -> list[str]:
 def noise_line(row: Record) -> str:
     """Table row of the noise of one model."""
     return (
-        f"| {row['shape']} | {row['finetuning']} | {row['parameters'] / 1e6:.1f} million | {row['stream']} "
+        f"| {row['shape']} | {row['finetuning']} | {row['parameters'] / 1e6:.1f} million "
         f"| {row['ms']:.2f} | {row['normals_per_s']:.3g} |"
     )
 
