@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -106,6 +106,7 @@ class TrainingSession:
                 check_shards(self.plan, inputs)
             self._check_optimizer(optimizer)
             self._collation, self._sample = records.collation(model, self.losses)
+            self._stand_in = self._make_stand_in() if self.engine.is_collective else None
             with self.losses.named_first():
                 self.self_check = self._run_self_check()
             self.kept.check()
@@ -247,12 +248,11 @@ class TrainingSession:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def take_step(self, batch: LogicalBatch, autocast: Callable[[], contextlib.AbstractContextManager[Any]]) -> bool:
+    def take_step(self, batch: LogicalBatch) -> bool:
         """Take one private step, or take it again from the journal; return whether there is an update.
 
         Args:
             batch: the logical batch of the step.
-            autocast: makes the context of the forwards.
         """
         run, step, args, has_update = self.run, batch.step, self._args, True
         self.model.train()
@@ -261,7 +261,6 @@ class TrainingSession:
         with (
             self.kept.in_step(is_local=self.plan.config.local_training is not None),
             explain_out_of_memory(args.per_device_train_batch_size, step),
-            autocast(),
             secret_randomness(run.chain.dropout_key, step, collectives.rank(), args.device),
         ):
             if run.recovery is not None and run.recovery.covers(step):
@@ -274,7 +273,7 @@ class TrainingSession:
                     run=run,
                     step=step,
                     after_noise=self.stages.after_noise,
-                    everything=self._everything,
+                    everything=self._everything(),
                     stand_in=self._stand_in,
                 )
         if step % STEPS_BETWEEN_REPLICA_CHECKS == 1:
@@ -298,7 +297,7 @@ class TrainingSession:
             self.kept.check(is_thorough=False)  # before the next one
         self.kept.check_trained(before)  # before the sum is released
 
-    def _stand_in(self) -> Any:
+    def _make_stand_in(self) -> Any:
         """A batch that is not added to a sum: a record, or a user of one row."""
         batch = self._collation.parts(self._sample[:1])[0].batch
         if self._planned.users is None:

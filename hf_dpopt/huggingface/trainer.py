@@ -269,7 +269,9 @@ class DPTrainerMixin(_Trainer):
         assert inputs.step == self.state.global_step + 1, (inputs.step, self.state.global_step)
         give_back(self.model)  # an evaluation may have left weights whole
         self._training.check_trained(self.model)
-        if not self._training.take_step(inputs, self.compute_loss_context_manager):
+        with self.compute_loss_context_manager():
+            has_update = self._training.take_step(inputs)
+        if not has_update:
             self.accelerator.gradient_state._set_sync_gradients(False)  # no update, until the next step begins
         return torch.zeros((), device=self.args.device)
 

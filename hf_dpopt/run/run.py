@@ -383,7 +383,7 @@ class PrivateRun:
         if self.preclip.awaits_opening:
             raise DPConfigError(
                 "The preconditioner is made of a query over all records, which was not asked yet. Pass them: "
-                "private_step(.., everything=lambda: batches of all records)."
+                "private_step(.., everything=batches of all records)."
             )
         scales = self.preclip.scales()
         if len(scales) != self.plan.preclip.num_queries:

@@ -7,7 +7,7 @@ journal of a killed run.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +36,8 @@ def private_step(
     run: PrivateRun,
     step: int,
     after_noise: Sequence[Postprocess] = (),
-    everything: Callable[[], Iterable[Any]] | None = None,
-    stand_in: Callable[[], Any] | None = None,
+    everything: Iterable[Any] | None = None,
+    stand_in: Any = None,
 ) -> UnprivatizedStatistics:
     r"""Leave ``(sum_b clip(g_b / D) + noise) / expected_batch_size`` in `p.grad` of every trainable parameter.
 
@@ -56,10 +56,10 @@ def private_step(
             plan has one.
         step: optimizer step, 1-based; every step of a run once, in order.
         after_noise: maps of the released mean gradient.
-        everything: iterates this rank's shard of the dataset once, in physical batches, for preconditioners with an
-            initial query. None if there is no such query.
-        stand_in: gives a batch whose records are not added, for a model in shards: every forward is a collective, so
-            a rank that has fewer physical batches takes part with that. None where every rank has as many.
+        everything: this rank's shard of the dataset once, in physical batches, for preconditioners with an initial
+            query, the only ones that read it. None if there is no such query.
+        stand_in: a batch whose records are not added, for a model in shards: every forward is a collective, so a rank
+            that has fewer physical batches takes part with that. None where every rank has as many.
 
     Returns:
         What the step saw before the noise, on this rank. Secret.
@@ -69,7 +69,7 @@ def private_step(
             for a preconditioner that was not started; for a step beyond the plan, whose steps alone are affordable.
     """
     if everything is not None and run.preclip.awaits_opening:
-        ask(engine, losses, everything(), run=run, step=step)
+        ask(engine, losses, everything, run=run, step=step)
     scales = run.begin(step, engine)
     # private from here
     batches = physical_batches if not engine.is_collective else in_step(engine, physical_batches, stand_in, run.ranks)
@@ -132,9 +132,7 @@ def with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         batch = following
 
 
-def in_step(
-    engine: ClippingEngine, batches: Iterable[Any], stand_in: Callable[[], Any] | None, ranks: Ranks
-) -> Iterator[Any]:
+def in_step(engine: ClippingEngine, batches: Iterable[Any], stand_in: Any, ranks: Ranks) -> Iterator[Any]:
     """Yield as many batches on every rank as on the one that has most; the engine leaves out what stands in.
 
     Raises:
@@ -151,16 +149,15 @@ def in_step(
         if batch is not None:
             yield batch
         else:
-            assert stand_in is not None
             with engine.leaving_out():
-                yield stand_in()
+                yield stand_in
 
 
-def _check_stands_in(stand_in: Callable[[], Any] | None) -> None:
+def _check_stands_in(stand_in: Any) -> None:
     if stand_in is None:
         raise DPConfigError(
             "A rank has fewer physical batches than another, and with a model in shards it takes part in each of "
-            "them. Pass a batch that is not added: private_step(.., stand_in=lambda: batch)."
+            "them. Pass a batch that is not added: private_step(.., stand_in=batch)."
         )
 
 

@@ -186,7 +186,7 @@ class AskingLoop(Loop):
     def step(self, t, **options):
         rows = self.run.draw(t)
         batches = [{"x": self.x[rows], "labels": self.y[rows]}]
-        private_step(self.engine, self.losses, batches, run=self.run, step=t, everything=self.everything, **options)
+        private_step(self.engine, self.losses, batches, run=self.run, step=t, everything=self.everything(), **options)
         self.optimizer.step()
 
 

@@ -157,7 +157,7 @@ def losing(trainer: Any, steps: frozenset[int], *, loses_opening: bool = False) 
         if everything is not None and run.preclip.awaits_opening:
             if loses_opening:
                 run.preclip.receive_opening = lambda released: run.preclip.pass_over_opening()
-            ask(engine, losses, everything(), run=run, step=step)
+            ask(engine, losses, everything, run=run, step=step)
         scales = run.begin(step, engine)
         reduction, measures = run.reduction(engine, scales), run.metrics.measures()
         if engine.is_collective:

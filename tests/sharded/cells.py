@@ -233,7 +233,7 @@ def train(name: str, cell: Cell, out: Path) -> dict[str, Any]:
         drawn = run.draw(t)[rank::size].tolist()
         private_step(
             stages.engine, losses, physical(drawn), run=run, step=t, after_noise=stages.after_noise,
-            stand_in=lambda: collate(records[:1]),
+            stand_in=collate(records[:1]),
         )  # fmt: skip
         gradients.append(whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
         optimizer.step()
