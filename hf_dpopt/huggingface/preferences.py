@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -280,34 +281,7 @@ class DPRewardConfig(DPTrainingArguments, RewardConfig):
     """`trl.RewardConfig` with the fields of `DPTrainingArguments`."""
 
 
-class _DPOTrainer(DPOTrainer):
-    """`trl.DPOTrainer` with `args` in second place, as other trainers have it."""
-
-    def __init__(
-        self,
-        model: Any = None,
-        args: Any = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        compute_metrics: Any = None,
-        callbacks: Any = None,
-        optimizers: Any = (None, None),
-        quantization_config: Any = None,
-        peft_config: Any = None,
-        ref_model: Any = None,
-    ):
-        super().__init__(
-            model, ref_model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics,
-            callbacks, optimizers, quantization_config, peft_config,
-        )  # fmt: skip
-
-
-_DPOTrainer.__init__.__qualname__ = DPOTrainer.__init__.__qualname__  # for errors that name it
-
-
-class DPDPOTrainer(_PairTrainer, _DPOTrainer):
+class DPDPOTrainer(_PairTrainer, DPOTrainer):
     """`trl.DPOTrainer` with differential privacy; use it with `DPDPOConfig`.
 
     One row is one record: a prompt with a chosen and a rejected answer. To protect all pairs of a person together,
@@ -322,7 +296,8 @@ class DPDPOTrainer(_PairTrainer, _DPOTrainer):
     def __init__(self, model: Any = None, ref_model: Any = None, args: Any = None, *positional: Any, **options: Any):
         _check_given(type(self), DPDPOConfig, args, options, ref_model)
         loss = PreferenceLoss(args)
-        super().__init__(model, args, *positional, ref_model=ref_model, per_example_loss_func=loss, **options)
+        by_name = inspect.signature(DPOTrainer).bind_partial(model, ref_model, args, *positional).arguments
+        super().__init__(**by_name, per_example_loss_func=loss, **options)
         # without a reference of its own the hash is that of the model with its adapter, which starts at random
         if not (ref_model is None and hasattr(self.model, "peft_config")):
             loss.reference = self._precompute_model_hash

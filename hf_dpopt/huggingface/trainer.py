@@ -104,9 +104,12 @@ class DPTrainerMixin(_Trainer):
         check_arguments_given(args, type(self))
         self.args = args
         log.show(args.process_index == 0, is_debug=args.log_level == "debug")
+        if not positional:  # in some trainers args are not the second one by place
+            kwargs["args"] = args
+        by_place = (model, args, *positional) if positional else (model,)
         inputs = TrainerInputs.of(
             super().__init__,
-            (model, args, *positional),
+            by_place,
             kwargs,
             args=args,
             trainer_class=type(self),
@@ -121,7 +124,7 @@ class DPTrainerMixin(_Trainer):
         self._inputs, self._planned = inputs, plan_run(inputs, collectives.current_ranks())
         self._checkpoints, self._goes_on = Checkpoints(args), False
         self._preemption = Preemption()
-        super().__init__(model, args, *positional, **kwargs)
+        super().__init__(*by_place, **kwargs)
         self.remove_callback(RefuseStockTraining)
         keep_layout(self.model)
         if public_dataset is not None and self.train_dataset is not training.dataset:  # they prepare it, too
