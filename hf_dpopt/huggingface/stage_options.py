@@ -55,12 +55,12 @@ def make_stages(
         chain.append(PublicMirrorDescent(gradients, num_steps=num_steps, schedule=args.public_mirror_descent))
     match args.average_iterate:
         case "exponential":
-            after = [IterateAverage(model, "exponential", decay=decay_over(num_steps))]
+            average = IterateAverage(model, "exponential", decay=decay_over(num_steps))
         case "uniform" | "tail":
-            after = [IterateAverage(model, start=num_steps // 2 if args.average_iterate == "tail" else 0)]
+            average = IterateAverage(model, start=num_steps // 2 if args.average_iterate == "tail" else 0)
         case _:
-            after = []
-    return Stages(run, engine, optimizer, [*chain, *postprocess], public=public(0), after=after)
+            average = None
+    return Stages(run, engine, optimizer, [*chain, *postprocess], public=public(0), average=average)
 
 
 def check_preclip(plan: PrivacyPlan, engine: ClippingEngine, public: Public) -> None:

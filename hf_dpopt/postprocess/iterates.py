@@ -1,15 +1,13 @@
-"""Maps of the released weights after the optimizer's step, free of cost: their average, a ball that they stay in."""
+"""Averages of the released weights over the steps of the optimizer, free of cost."""
 
 from __future__ import annotations
 
-import abc
-import math
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from hf_dpopt.common.checks import check_choice, check_count, check_positive, check_range
+from hf_dpopt.common.checks import check_choice, check_count, check_range
 from hf_dpopt.common.errors import DPConfigError
 
 Weights = dict[str, torch.Tensor]
@@ -30,53 +28,7 @@ def decay_over(num_steps: int) -> float:
     return max(0.0, 1 - 1 / (WINDOW * num_steps))
 
 
-class AfterStep(abc.ABC):
-    """Something done to the trainable parameters of a model after every step of its optimizer."""
-
-    def __init__(self, model: nn.Module):
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-    def attach(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Hook it to the optimizer's steps, after what was attached before; the handle's `remove` undoes it.
-
-        Raises:
-            DPConfigError: if the optimizer does not hold the model's trainable parameters.
-        """
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        missing = [name for name, p in self._parameters.items() if id(p) not in held]
-        if missing:
-            raise DPConfigError(
-                f"The optimizer does not train {', '.join(missing[:5])}. Attach to the optimizer of this model, "
-                "after it was made (accelerate wraps it: use optimizer.optimizer)."
-            )
-        return optimizer.register_step_post_hook(lambda *_: self.update())
-
-    @abc.abstractmethod
-    def update(self) -> None:
-        """Change the weights, or take note of them: what the hook calls."""
-
-    @abc.abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint; made of released weights."""
-
-    @abc.abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the state was taken."""
-
-    def finish(self) -> None:
-        """Give the model the weights that the run ends with; called after the last step. Does nothing by default."""
-        return None
-
-    def parameters(self) -> dict[str, Any]:
-        """Public options, as JSON can hold them."""
-        return {}
-
-    def _snapshot(self) -> Weights:
-        wide = torch.float32
-        return {n: p.detach().to(torch.promote_types(p.dtype, wide), copy=True) for n, p in self._parameters.items()}
-
-
-class IterateAverage(AfterStep):
+class IterateAverage:
     r"""Average of the released weights, one copy of the trainable parameters in float32 or wider.
 
     ``uniform`` is the mean of the weights after the steps that came after `start` (start = 0: all of them; later: a
@@ -108,13 +60,29 @@ class IterateAverage(AfterStep):
         if start != 0:
             check_count("start", start, "a number of steps >= 0 to leave out; half of the run gives a tail average")
         check_range("decay", decay, 0, 1)
-        super().__init__(model)
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.kind, self.start, self.decay = kind, int(start), float(decay)
         self._num_steps = 0
         self._average: Weights = {}
 
+    def attach(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Hook it to the optimizer's steps; the handle's `remove` undoes it.
+
+        Raises:
+            DPConfigError: if the optimizer does not hold the model's trainable parameters.
+        """
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        missing = [name for name, p in self._parameters.items() if id(p) not in held]
+        if missing:
+            raise DPConfigError(
+                f"The optimizer does not train {', '.join(missing[:5])}. Attach to the optimizer of this model, "
+                "after it was made (accelerate wraps it: use optimizer.optimizer)."
+            )
+        return optimizer.register_step_post_hook(lambda *_: self.update())
+
     @torch.no_grad()
     def update(self) -> None:
+        """Take the weights after a step into the average: what the hook calls."""
         self._num_steps += 1
         num = self._num_steps - self.start
         if num < 1:
@@ -133,6 +101,7 @@ class IterateAverage(AfterStep):
 
     @torch.no_grad()
     def finish(self) -> None:
+        """Give the model the average; called after the last step."""
         weights = self.average()
         for name, p in self._parameters.items():
             p.copy_(weights[name])
@@ -143,55 +112,17 @@ class IterateAverage(AfterStep):
         return own | ({"decay": self.decay} if self.kind == "exponential" else {})
 
     def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint; made of released weights."""
         return {"num_steps": self._num_steps, "average": {n: w.clone() for n, w in self._average.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the state was taken."""
         self._num_steps = state["num_steps"]
         self._average = {
             n: w.to(self._parameters[n].device, copy=True)  # a checkpoint may have been read to the host
             for n, w in state["average"].items()
         }
 
-
-class BallProjection(AfterStep):
-    """Projection of the trainable parameters, as one vector, to within `radius` of where they are when this is made.
-
-    The constraint set of private convex optimisation. Noise orthogonal to the gradients, which an unconstrained model
-    never feels, pushes iterates out of a ball.
-
-    Args:
-        model: the model; its weights now are the centre, of which a copy is kept.
-        radius: radius of the ball, L2, in units of weights, > 0.
-
-    Raises:
-        DPConfigError: for a radius that is no finite number > 0.
-
-    References:
-        Bassily, Smith and Thakurta (2014), arXiv:1405.7085, Alg. 1.
-    """
-
-    def __init__(self, model: nn.Module, radius: float):
-        check_positive(radius=radius)
-        super().__init__(model)
-        self.radius = float(radius)
-        self.center = self._snapshot()
-
-    @torch.no_grad()
-    def update(self) -> None:
-        offsets = {
-            name: p.detach().to(self.center[name].dtype) - self.center[name] for name, p in self._parameters.items()
-        }
-        norm = math.sqrt(math.fsum(float(o.double().square().sum()) for o in offsets.values()))
-        if norm > self.radius:
-            for name, p in self._parameters.items():
-                p.copy_(self.center[name] + offsets[name] * (self.radius / norm))
-
-    def parameters(self) -> dict[str, Any]:
-        """Public options, for a report."""
-        return {"name": "ball_projection", "radius": self.radius}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"center": {n: w.clone() for n, w in self.center.items()}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.center = {n: w.to(self.center[n].device, copy=True) for n, w in state["center"].items()}
+    def _snapshot(self) -> Weights:
+        wide = torch.float32
+        return {n: p.detach().to(torch.promote_types(p.dtype, wide), copy=True) for n, p in self._parameters.items()}

@@ -17,7 +17,7 @@ from hf_dpopt.common.log import logger
 from hf_dpopt.common.sharding import any_sharded, gathered, has_shards, is_sharded, scattered
 from hf_dpopt.optim import NoiseAwareOptimizer
 from hf_dpopt.postprocess import Postprocess
-from hf_dpopt.postprocess.iterates import AfterStep
+from hf_dpopt.postprocess.iterates import IterateAverage
 from hf_dpopt.preclip import PublicSource
 from hf_dpopt.run.run import PrivateRun
 
@@ -35,7 +35,7 @@ class Stages:
         after_noise: maps of the released mean gradient; told the same. What multiplies every coordinate by one number
             says so in an attribute ``gain``.
         public: gradients of public records, where something needs them.
-        after: maps of the released weights, called after every step of the optimizer.
+        average: average of the released weights to end with; None for the last weights.
 
     Attributes:
         engine: the one to clip with.
@@ -52,18 +52,19 @@ class Stages:
         after_noise: Sequence[Postprocess] = (),
         *,
         public: PublicSource | None = None,
-        after: Sequence[AfterStep] = (),
+        average: IterateAverage | None = None,
     ):
         self.preclip = run.start_preclip(engine, public=public)
         self.engine = self.preclip.engine(engine)
-        self.after_noise, self.after = tuple(after_noise), tuple(after)
+        self.after_noise, self._average = tuple(after_noise), average
+        self._kept = [*self.after_noise, *filter(None, [average])]  # with a state in checkpoints
         self._optimizer, self._spec = optimizer, run.plan.preclip.parameters()
         self._metrics = run.metrics
         for place, stage in enumerate(self.after_noise):
             stage.set_noise(run.noise_level(self.preclip, *self.after_noise[:place]))
         if isinstance(optimizer, NoiseAwareOptimizer):
             optimizer.set_noise(run.noise_level(self.preclip, *self.after_noise))
-        self._hooks = [stage.attach(optimizer) for stage in self.after]
+        self._hook = None if average is None else average.attach(optimizer)
 
     def announce(self) -> None:
         """Say in the log what runs before the clip, after the noise and after the optimizer's step."""
@@ -74,18 +75,17 @@ class Stages:
 
     def finish(self) -> None:
         """Give the model its averaged weights, where there is an average: after the last step."""
-        for stage in self.after:
-            stage.finish()
+        if self._average is not None:
+            self._average.finish()
 
     def close(self) -> None:
-        """Take the hooks off the optimizer."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        """Take the hook off the optimizer."""
+        if self._hook is not None:
+            self._hook.remove()
 
     @property
     def _has_state(self) -> bool:
-        kept = (self.preclip.state_dict(), self.after_noise, self.after, self._metrics.state_dict())
+        kept = (self.preclip.state_dict(), self._kept, self._metrics.state_dict())
         return any(kept) or isinstance(self._optimizer, NoiseAwareOptimizer)
 
     def save(self, folder: str | Path, *, writes: bool = True) -> None:
@@ -134,7 +134,7 @@ class Stages:
             )
         self.preclip.load_state_dict(state["preclip"])
         self._metrics.load_state_dict(state.get("private_metrics", {}))
-        for stage, of_stage in zip(self.after_noise + self.after, state["stages"], strict=True):
+        for stage, of_stage in zip(self._kept, state["stages"], strict=True):
             stage.load_state_dict(of_stage)
 
     def _state(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Stages:
         return {
             "made_of": self.made_of,
             "preclip": self.preclip.state_dict(),
-            "stages": [stage.state_dict() for stage in self.after_noise + self.after],
+            "stages": [stage.state_dict() for stage in self._kept],
             **({"private_metrics": metrics} if metrics else {}),
         }
 
@@ -150,6 +150,6 @@ class Stages:
     def made_of(self) -> list[str]:
         """Maps of the gradients, of the weights, and the optimizer, with their public options."""
         inner = self._optimizer.filter if isinstance(self._optimizer, NoiseAwareOptimizer) else None
-        maps: list[Postprocess | AfterStep] = [*self.after_noise, *filter(None, [inner]), *self.after]
+        maps = [*self.after_noise, *filter(None, [inner, self._average])]
         described = [f"{type(stage).__name__} {stage.parameters() or ''}".strip() for stage in maps]
         return [*described, type(self._optimizer).__name__]

@@ -1,4 +1,4 @@
-"""Averages against stored iterates, the ball against its definition; hooks and resume."""
+"""Averages against stored iterates; hooks and resume."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.postprocess.iterates import BallProjection, IterateAverage, decay_over
+from hf_dpopt.postprocess.iterates import IterateAverage, decay_over
 
 
 def _model() -> nn.Module:
@@ -100,48 +100,6 @@ def test_resume_is_bit_exact(kind):
     assert any(not torch.equal(first.average()[n], got[n]) for n in want)  # the detached one stayed behind
 
 
-def _flat(weights: dict[str, torch.Tensor], start: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.cat([(weights[n] - start[n]).flatten().double() for n in start])
-
-
-def _weights(model) -> dict[str, torch.Tensor]:
-    return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-
-
-def test_the_ball_keeps_the_nearest_point_and_leaves_the_inside_alone():
-    model = _model().double()
-    start, left, num_outside = _weights(model), [], 0
-    ball, optimizer = BallProjection(model, 2.5), _optimizer(model)
-    optimizer.register_step_post_hook(lambda *_: left.append(_weights(model)))  # runs before the ball's
-    ball.attach(optimizer)
-    for now, before in zip(_train(model, optimizer, 12), left, strict=True):
-        offset = _flat(before, start)
-        num_outside += bool(offset.norm() > 2.5)
-        torch.testing.assert_close(
-            _flat(now, start), offset * min(1.0, 2.5 / offset.norm().item()), rtol=1e-12, atol=1e-12
-        )
-    assert 0 < num_outside < 12
-    kept = _weights(model)
-    BallProjection(model, 1e6).update()
-    assert all(torch.equal(p, kept[n]) for n, p in _weights(model).items())
-
-
-def test_the_ball_resumes_around_its_centre():
-    model = _model()
-    ball = BallProjection(model, 0.1)
-    state = ball.state_dict()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(5.0)
-    late = BallProjection(model, 0.1)
-    late.load_state_dict(state)
-    late.update()
-    offset = torch.cat(
-        [(p.detach() - ball.center[n]).flatten() for n, p in model.named_parameters() if p.requires_grad]
-    )
-    assert offset.norm().item() == pytest.approx(0.1, rel=1e-5)
-
-
 def test_refusals():
     model = _model()
     with pytest.raises(DPConfigError, match="optimizer.optimizer"):
@@ -152,6 +110,3 @@ def test_refusals():
         IterateAverage(model, start=-1)
     with pytest.raises(DPConfigError, match="decay=1"):
         IterateAverage(model, "exponential", decay=1.0)
-    for radius in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(DPConfigError, match="radius=.*finite number > 0"):
-            BallProjection(model, radius)
