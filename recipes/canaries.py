@@ -38,8 +38,7 @@ from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PreTraine
 from hf_dpopt import DPConfigError
 from hf_dpopt.audit.bounds import lower_bounds
 from hf_dpopt.common.extras import import_extra
-from hf_dpopt.report.audits import CANARIES
-from hf_dpopt.report.report import FOLDER, REPORT, add_audit, read_report
+from hf_dpopt.report.report import CANARIES, FOLDER, REPORT, add_audit, read_report
 from recipes import clm, models, running
 from recipes.clm_data import choose_block_size, find_kind, tokenize
 from recipes.options import ModelArguments, Parser, flag

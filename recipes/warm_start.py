@@ -29,8 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, default_data_
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, DPTrainingArguments, TrainingJob, advise
-from hf_dpopt.convex.features import compute_features
-from hf_dpopt.convex.head import find_head
+from hf_dpopt.convex.features import compute_features, find_head
 from hf_dpopt.plan.advice import HEAD_PASSES
 from hf_dpopt.run.keys import private_dir, private_folder
 from hf_dpopt.run.ledger import LEDGER, Ledger

@@ -27,13 +27,13 @@ from scipy.optimize import brentq, minimize_scalar
 
 from hf_dpopt.accounting.random_allocation import (
     BallsInBinsDpEvent,
+    StrategyMatrices,
     bin_lags,
     computed_epsilon,
     without_amplification,
 )
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.common.protocols import StrategyMatrices
 
 AT_ONCE = 10_000  # samples that a thread holds in memory
 NUM_SAMPLES = 4_000_000  # of a verification, in each direction

@@ -42,7 +42,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent
@@ -51,7 +52,6 @@ from scipy.special import ndtr, ndtri
 
 from hf_dpopt.common.checks import check_at_most, check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.common.protocols import StrategyMatrices
 
 MAX_BINS = 10**5  # steps of an epoch; half a minute
 ADJACENCIES = ("add_or_remove_one", "zero_out")
@@ -65,6 +65,27 @@ KEPT = 12  # trees to which a third level is tried
 
 
 # --- the event and its Gram matrices ---------------------------------------------------------------------------------
+
+
+class StrategyMatrices(Hashable, Protocol):
+    """The strategy matrix C of correlated noise, as numpy arrays: no tensor library is needed; n = optimizer steps."""
+
+    @property
+    def anytime(self) -> bool:
+        """Whether the first t steps of a longer run are the run of t steps."""
+
+    @property
+    def name(self) -> str:
+        """Name of the strategy, for messages."""
+
+    def strategy_matrix(self, n: int) -> np.ndarray:
+        """C for n steps, (n, n) lower-triangular; (nodes, n) for a tree."""
+
+    def toeplitz_coefs(self, n: int) -> np.ndarray | None:
+        """First column of C, (n,), if C is Toeplitz; None if it is not."""
+
+    def parameters(self) -> dict[str, Any]:
+        """Name and every number that fixes C; JSON-able."""
 
 
 @dataclasses.dataclass(frozen=True)

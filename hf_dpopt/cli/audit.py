@@ -13,8 +13,7 @@ from hf_dpopt.audit.auditing import Audit, audit
 from hf_dpopt.cli.show import print_json
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.report.audits import INSTALLATION
-from hf_dpopt.report.report import add_audit, read_report
+from hf_dpopt.report.report import INSTALLATION, add_audit, read_report
 
 LIKE = ("noise_mechanism", "noise_kwargs", "adjacency", "clipping", "clipping_norm", "privacy_unit")
 

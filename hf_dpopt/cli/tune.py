@@ -12,9 +12,8 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.plan.size_limits import check_budget
 from hf_dpopt.report.statement import round_up
 from hf_dpopt.run.dataset_ledger import DatasetBudget, DatasetLedger
-from hf_dpopt.tuning.best_run import release
 from hf_dpopt.tuning.command import Command, check_space
-from hf_dpopt.tuning.search import Tuning
+from hf_dpopt.tuning.search import Tuning, release
 from hf_dpopt.tuning.space import Space
 
 

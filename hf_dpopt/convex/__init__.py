@@ -5,12 +5,10 @@ Altschuler and Talwar (2022), arXiv:2205.13710. Nothing in here touches the epsi
 
 from __future__ import annotations
 
-from hf_dpopt.convex.features import clip_features, compute_features
-from hf_dpopt.convex.head import attach_head, find_head, head_takes_bias
-from hf_dpopt.convex.head_arguments import HeadTrainingArguments
+from hf_dpopt.convex.features import attach_head, clip_features, compute_features, find_head, head_takes_bias
+from hf_dpopt.convex.head_arguments import HeadTrainingArguments, check_convex_arguments
 from hf_dpopt.convex.head_plan import MAX_NOISE_RADII, HeadConfig, HeadPlan, make_head_plan
 from hf_dpopt.convex.head_training import HeadRun, recorded_head_plan
-from hf_dpopt.convex.refusals import check_convex_arguments
 from hf_dpopt.convex.subspace_plan import SubspaceHeadConfig, SubspaceHeadPlan, make_subspace_plan
 
 __all__ = [

@@ -23,7 +23,6 @@ from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, UnsupportedM
 from hf_dpopt.common.log import logger
 from hf_dpopt.common.sharding import give_back
 from hf_dpopt.huggingface.inputs import TrainerInputs
-from hf_dpopt.huggingface.metric_release import usual_bound
 from hf_dpopt.huggingface.refusals.data import check_evaluation, check_is_no_stream
 from hf_dpopt.huggingface.shards import is_in_shards
 from hf_dpopt.huggingface.storage_faults import found_by, open_log
@@ -36,7 +35,7 @@ from hf_dpopt.records.limits import Limits, padding_id_of
 from hf_dpopt.records.losses import RecordLosses, num_records, problem_type
 from hf_dpopt.records.overlap import TrainingRows
 from hf_dpopt.records.rows import is_environment, read_rows, spread
-from hf_dpopt.records.scores import Scores
+from hf_dpopt.records.scores import Scores, usual_bound
 from hf_dpopt.run.kept_state import KeptState, refuse_spoilt
 from hf_dpopt.run.ledger import Evaluation, Ledger
 from hf_dpopt.run.run import PrivateRun

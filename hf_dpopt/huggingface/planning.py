@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from hf_dpopt.common.collectives import Ranks
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.huggingface.advisor import Advised, ask_advisor, ask_again, typed_batch
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.inputs import TrainerInputs
-from hf_dpopt.huggingface.metric_release import complete_metrics
 from hf_dpopt.huggingface.refusals.data import check_batch
 from hf_dpopt.huggingface.refusals.gradient_stages import check_public_records
 from hf_dpopt.huggingface.workload import workload_of
@@ -20,6 +21,7 @@ from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.plan.size_limits import check_sizes, steps_of
 from hf_dpopt.records.data_mark import check_same_everywhere
 from hf_dpopt.records.overlap import TrainingRows
+from hf_dpopt.records.scores import usual_bound
 from hf_dpopt.records.unit import check_unit
 from hf_dpopt.run.earlier import earlier_runs_for, reading_plan, recorded_plan
 from hf_dpopt.users import UserData
@@ -138,8 +140,23 @@ def declared_unit(inputs: TrainerInputs) -> str | None:
     return check_unit(inputs.train_dataset, unit, rows_are_records=declared, model=inputs.model, padding_id=padding_id)
 
 
+def _complete_metrics(args: DPTrainingArguments, model: Any, per_example_loss_func: Any) -> None:
+    """Put the bound on a loss into the arguments, where metrics are asked for without one.
+
+    Raises:
+        DPConfigError: for a loss that nothing public bounds.
+    """
+    options: Any = args.private_metrics_kwargs or {}
+    if args.log_private_metrics is None or not isinstance(options, Mapping) or "loss_bound" in options:
+        return
+    asked = f"log_private_metrics={args.log_private_metrics}"
+    declare = """--private_metrics_kwargs '{"loss_bound": 5}'"""
+    bound = usual_bound(model, per_example_loss_func, asked, declare)
+    args.private_metrics_kwargs = {**options, "loss_bound": bound}
+
+
 def _plan_run(inputs: TrainerInputs, ranks: Ranks, expected: int) -> PlannedRun:
-    complete_metrics(inputs.args, inputs.model, inputs.per_example_loss_func)
+    _complete_metrics(inputs.args, inputs.model, inputs.per_example_loss_func)
     args, declared = inputs.args, declared_unit(inputs)
     config = args.privacy_config(expected)
     output_dir, num_examples, users = str(args.output_dir), len(inputs.train_dataset), None

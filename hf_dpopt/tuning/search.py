@@ -20,9 +20,11 @@ from typing import Any
 
 from hf_dpopt.accounting.best_of_runs import RunCount
 from hf_dpopt.common.chained import ChainedFile, canonical
+from hf_dpopt.common.durable import fsync_tree, make_folder, write_durably
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.locks import FileLock, LockHeld
 from hf_dpopt.plan.release import ReleaseRecord
+from hf_dpopt.report.report import read_report
 from hf_dpopt.run.keys import private_folder
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.tuning.space import Space
@@ -235,3 +237,56 @@ class Tuning:
                     "Runs of this tuning were not planned as ones of several, so nothing can be released. The command "
                     "has to pass --tuned_runs on to DPTrainingArguments."
                 )
+
+
+# --- release of the best run: its files, and nothing that tells of the others ----------------------------------------
+
+
+TUNING = "tuning.json"  # in output_dir
+# Names that carry times, or paths in the private folder; and what only a run that goes on needs.
+LEFT = ("training_args.bin", "trainer_state.json", "train_results.json", "all_results.json", "runs", "_journal")
+LEFT_ENDS = (".lock", ".log", ".tmp")
+LEFT_BEGINNINGS = ("checkpoint-", "_unfinished", "events.out")
+
+
+def release(best: Best, output_dir: Path, *, metric: str) -> dict[str, Any]:
+    """Copy the best run to `output_dir`, with times of now, and write which options it had.
+
+    Args:
+        best: the run.
+        output_dir: folder to release it in.
+        metric: name of its score.
+
+    Returns:
+        What is written: options and score of the run, epsilon and delta of the whole tuning, and
+        `run_epsilon`, that of the run had it been the only one.
+    """
+    facts = read_report(best.candidate.folder)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    _copy(best.candidate.folder, output_dir)
+    said = {
+        "options": dict(best.candidate.options),
+        "score": best.score,
+        "epsilon": facts.epsilon,
+        "delta": facts.delta,
+        "run_epsilon": float(facts.plan["run_epsilon"]),
+        "metric": metric,
+        "tuned": facts.plan["tuned"],
+    }
+    write_durably(output_dir / TUNING, (json.dumps(said, indent=2, sort_keys=True) + "\n").encode(), mode=0o644)
+    fsync_tree(output_dir)
+    return said
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy what may be released, file by file, without times and permissions."""
+    for path in sorted(source.iterdir()):
+        is_left = path.name in LEFT or path.name.endswith(LEFT_ENDS) or path.name.startswith(LEFT_BEGINNINGS)
+        if is_left or path.is_symlink():
+            continue
+        if path.is_dir():
+            make_folder(target / path.name)
+            _copy(path, target / path.name)
+        else:
+            (target / path.name).unlink(missing_ok=True)  # a link there would lead the copy to another file
+            shutil.copyfile(path, target / path.name)

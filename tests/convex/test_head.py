@@ -21,7 +21,7 @@ from hf_dpopt.convex import (
     compute_features,
     find_head,
 )
-from hf_dpopt.convex.head import head_takes_bias
+from hf_dpopt.convex.features import head_takes_bias
 from tests import tiny
 
 SMALL = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=40)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.reduction import Layout, piece_of
-from hf_dpopt.noise import independent_noise, slices
-from hf_dpopt.noise.slices import Flattened
+from hf_dpopt.noise import gaussian, independent_noise
+from hf_dpopt.noise.gaussian import Flattened
 from hf_dpopt.randomness.chacha import CHUNK, ChaCha20Gaussian
 from tests.ranks import launch
 
@@ -89,7 +89,7 @@ def _work(size: int, folder: str) -> None:
     found["all"] = _released(SHAPES, Watched(KEY), ranks)
     found["drawn"] = list(drawn)
     found["few"] = _released(SMALL, ChaCha20Gaussian(KEY), ranks)
-    slices.BUCKET_ELEMENTS = 1000
+    gaussian.BUCKET_ELEMENTS = 1000
     found["in buckets"] = _released(SHAPES, ChaCha20Gaussian(KEY), ranks)
 
     class OnDevice(ChaCha20Gaussian):  # of rank 0 alone: all ranks share the work, or they would wait for each other
@@ -97,10 +97,10 @@ def _work(size: int, folder: str) -> None:
             return rank == 0
 
     found["unlike"] = _released(SHAPES, OnDevice(KEY), ranks)
-    cut = slices.piece_of
-    slices.piece_of = lambda num, r, n: (cut(num, r, n)[0] + (r == 1 and rank == 1), cut(num, r, n)[1])
+    cut = gaussian.piece_of
+    gaussian.piece_of = lambda num, r, n: (cut(num, r, n)[0] + (r == 1 and rank == 1), cut(num, r, n)[1])
     found["gap"] = _said(lambda: _released(SHAPES, ChaCha20Gaussian(KEY), ranks))
-    slices.piece_of = cut
+    gaussian.piece_of = cut
     found["other order"] = _in_layout(["c", "a", "b"] if rank == 1 else ["a", "b", "c"], ranks)
     shapes = {"a": (5 + (rank == 1),), "b": (5 - (rank == 1),)}
     found["other sizes"] = _said(lambda: _released(shapes, ChaCha20Gaussian(KEY), ranks))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from hf_dpopt.accounting.certificates import Shares
-from hf_dpopt.accounting.random_allocation import bin_grams
-from hf_dpopt.common.protocols import StrategyMatrices
+from hf_dpopt.accounting.random_allocation import StrategyMatrices, bin_grams
 
 
 @dataclasses.dataclass(frozen=True)

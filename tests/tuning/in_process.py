@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dpopt.accounting.best_of_runs import RunCount
-from hf_dpopt.tuning.best_run import release
-from hf_dpopt.tuning.search import Candidate, Tuning
+from hf_dpopt.tuning.search import Candidate, Tuning, release
 from hf_dpopt.tuning.space import Space
 
 

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from hf_dpopt import DPConfigError, read_report
 from hf_dpopt.cli.app import app
-from hf_dpopt.report.audits import AUDIT, CANARIES, INSTALLATION, read_audits
-from hf_dpopt.report.report import add_audit, statement_in, write_report
+from hf_dpopt.report.report import AUDIT, CANARIES, INSTALLATION, add_audit, read_audits, statement_in, write_report
 from hf_dpopt.verify import FAILED, NOT_CHECKED, reading, verifying
 from hf_dpopt.verify.outcome import OK, Check
 from tests.verify import runs
