@@ -86,10 +86,14 @@ class DPAdamW(NoiseAwareOptimizer):
         self._move(group, params, numerators, self._denominators(group, states, variance), step_sizes)
 
     def _denominators(self, group: Group, states: list[dict[str, Any]], variance: float) -> Tensors:
-        roots = list(torch._foreach_sqrt([state["exp_avg_sq"] for state in states]))
-        torch._foreach_div_(roots, _root_bias_corrections(group, states))
+        roots = self._roots(group, states, variance)
+        torch._foreach_div_(roots, [(1 - group["betas"][1] ** state["step"]) ** 0.5 for state in states])
         torch._foreach_add_(roots, group["eps"])
         return roots
+
+    def _roots(self, group: Group, states: list[dict[str, Any]], variance: float) -> Tensors:
+        """Root of v before its bias correction, new tensors."""
+        return list(torch._foreach_sqrt([state["exp_avg_sq"] for state in states]))
 
     def _move(
         self, group: Group, params: Tensors, numerators: Tensors, denominators: Tensors, step_sizes: list[float]
@@ -144,7 +148,9 @@ class DPAdamBC(DPAdamW):
     def _subtracts_noise(self, group: Group) -> bool:
         return True
 
-    def _denominators(self, group: Group, states: list[dict[str, Any]], variance: float) -> Tensors:
+    def _roots(self, group: Group, states: list[dict[str, Any]], variance: float) -> Tensors:
+        if not self._subtracts_noise(group):
+            return super()._roots(group, states, variance)
         beta2, floor = group["betas"][1], group["variance_floor"]
         for state in states:
             state["noise_avg_sq"] = beta2 * state.get("noise_avg_sq", 0.0) + (1 - beta2) * variance
@@ -154,11 +160,4 @@ class DPAdamBC(DPAdamW):
             floors = [n * relative_error(beta2, state["step"]) for n, state in zip(noise, states, strict=True)]
         else:
             floors = [floor * (1 - beta2 ** state["step"]) for state in states]
-        roots = root_without_noise([state["exp_avg_sq"] for state in states], noise, floors)
-        torch._foreach_div_(roots, _root_bias_corrections(group, states))
-        torch._foreach_add_(roots, group["eps"])
-        return roots
-
-
-def _root_bias_corrections(group: Group, states: list[dict[str, Any]]) -> list[float]:
-    return [(1 - group["betas"][1] ** state["step"]) ** 0.5 for state in states]
+        return root_without_noise([state["exp_avg_sq"] for state in states], noise, floors)

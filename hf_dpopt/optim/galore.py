@@ -106,11 +106,6 @@ class DPGaLore(DPAdamBC):
         state["projector_age"] = age % group["refresh_every"] + 1
         return _project(wide, state["projector"])
 
-    def _denominators(self, group: Group, states: list[dict[str, Any]], variance: float) -> Tensors:
-        if group["inner"] == "adam_bc":
-            return super()._denominators(group, states, variance)
-        return super(DPAdamBC, self)._denominators(group, states, variance)
-
     def _move(
         self, group: Group, params: Tensors, numerators: Tensors, denominators: Tensors, step_sizes: list[float]
     ) -> None:
