@@ -170,19 +170,6 @@ class PairCollator:
         return {k: v.unflatten(0, (2, -1)).transpose(0, 1) if v.dim() == 2 else v for k, v in found.items()}
 
 
-class _PairTrainer(DPTrainerMixin):
-    """A trainer whose records are pairs. Evaluation is TRL's; training collates and takes losses by pair."""
-
-    def _as_made(self) -> TrainerInputs:
-        made = super()._as_made()
-        return dataclasses.replace(made, data_collator=PairCollator(made.data_collator))
-
-    @staticmethod
-    def refuse_losses(inputs: TrainerInputs) -> None:
-        """Refuse options whose loss is not a sum over pairs."""
-        check_pair_options(inputs)
-
-
 @refuses
 def _check_given(
     trainer: type, config: type, args: Any, options: Mapping[str, Any], ref_model: Any = None
@@ -279,6 +266,16 @@ class DPDPOConfig(DPTrainingArguments, DPOConfig):
 @dataclass(repr=False)
 class DPRewardConfig(DPTrainingArguments, RewardConfig):
     """`trl.RewardConfig` with the fields of `DPTrainingArguments`."""
+
+
+class _PairTrainer(DPTrainerMixin):
+    """A trainer whose records are pairs. Evaluation is TRL's; training collates and takes losses by pair."""
+
+    refuse_losses = staticmethod(check_pair_options)
+
+    def _as_made(self) -> TrainerInputs:
+        made = super()._as_made()
+        return dataclasses.replace(made, data_collator=PairCollator(made.data_collator))
 
 
 class DPDPOTrainer(_PairTrainer, DPOTrainer):
