@@ -111,8 +111,12 @@ class PrivacyConfig:
         Args:
             num_sampled: records, users, or places for the records of users.
         """
-        in_places = self.privacy_unit == "user" and self.sampling == "capped_poisson"
-        return max(1, num_sampled // (self.records_per_user or 1)) if in_places else num_sampled
+        return max(1, num_sampled // (self.records_per_user or 1)) if self.samples_records_of_users else num_sampled
+
+    @property
+    def samples_records_of_users(self) -> bool:
+        """Whether batches are drawn of the records of users, in place of whole users."""
+        return self.privacy_unit == "user" and self.sampling == "capped_poisson"
 
     @property
     def tuned(self) -> RunCount | None:

@@ -13,7 +13,6 @@ from hf_dpopt.plan.local_training import LocalTraining
 from hf_dpopt.randomness.source import derive_key
 from hf_dpopt.run.batches import LogicalBatch, StepIndices
 from hf_dpopt.run.run import PrivateRun
-from hf_dpopt.sampling import CappedPoissonSampler
 from hf_dpopt.users.index import UserIndex, choose_rows
 from hf_dpopt.users.local import LocalUserBatch
 from hf_dpopt.users.user_batches import UserBatch, of_rows
@@ -32,7 +31,7 @@ class UserData:
         assert config.records_per_user is not None
         self.index, self.column, self.records_per_user = index, column, config.records_per_user
         self.weight = 1 / config.records_per_user if config.user_weighting == "constant" else None
-        self.samples_records = config.sampling == CappedPoissonSampler.name
+        self.samples_records = config.samples_records_of_users
         self.local_training = LocalTraining.of(dict(config.local_training)) if config.local_training else None
 
     @classmethod
