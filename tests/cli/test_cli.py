@@ -18,7 +18,8 @@ from hf_dpopt.cli import app
 from hf_dpopt.plan.advice import TrainingJob, advise
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.report import RunFacts, write_report
+from hf_dpopt.report.facts import RunFacts
+from hf_dpopt.report.report import write_report
 from hf_dpopt.run.keys import default_private_dir, new_chain, private_dir, secrets_in
 from hf_dpopt.run.run_log import RunLog
 

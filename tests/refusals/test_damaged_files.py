@@ -15,7 +15,7 @@ from hf_dpopt.cli import app
 from hf_dpopt.cli.doctor import show_health
 from hf_dpopt.common.errors import DPBudgetExceeded
 from hf_dpopt.convex import HeadConfig, HeadRun, compute_features, head_training, make_head_plan
-from hf_dpopt.report import read_report
+from hf_dpopt.report.report import read_report
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.sampling import SAMPLERS
 from tests import tiny

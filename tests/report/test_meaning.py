@@ -13,8 +13,9 @@ from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.privacy_profile import meaning_of_plan, profile_of_plan
-from hf_dpopt.report import read_report, render_statement, write_report
 from hf_dpopt.report.meaning import percent, plan_rows
+from hf_dpopt.report.report import read_report, write_report
+from hf_dpopt.report.statement import render_statement
 from hf_dpopt.sampling import SAMPLERS
 from hf_dpopt.verify.claims import Report
 from hf_dpopt.verify.epsilons import check_attackers

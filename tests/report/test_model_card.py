@@ -9,8 +9,7 @@ import yaml
 from huggingface_hub import ModelCard
 from transformers.modelcard import TrainingSummary, parse_log_history
 
-from hf_dpopt.report import add_privacy_section, strip_training_losses
-from hf_dpopt.report.model_card import END, NOT_RELEASED, START
+from hf_dpopt.report.model_card import END, NOT_RELEASED, START, add_privacy_section, strip_training_losses
 from tests.report.conftest import MakeFacts
 
 SECRET_LOSSES = (0.69314, 0.41421)

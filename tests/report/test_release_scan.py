@@ -16,14 +16,10 @@ from transformers import TrainerState, TrainingArguments
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import SECRET_LOG_KEYS
-from hf_dpopt.report import (
-    Finding,
-    add_privacy_section,
-    refuse_release,
-    release_scan,
-    scan_for_secrets,
-    write_report,
-)
+from hf_dpopt.report import release_scan
+from hf_dpopt.report.model_card import add_privacy_section
+from hf_dpopt.report.release_scan import Finding, refuse_release, scan_for_secrets
+from hf_dpopt.report.report import write_report
 from tests import tiny
 from tests.report.conftest import MakeFacts
 

@@ -15,9 +15,9 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
-from hf_dpopt.report import RunFacts, collect_versions, read_report, render_statement, write_report
-from hf_dpopt.report.facts import REPORT_VERSION
-from hf_dpopt.report.statement import round_up
+from hf_dpopt.report.facts import REPORT_VERSION, RunFacts, collect_versions
+from hf_dpopt.report.report import read_report, write_report
+from hf_dpopt.report.statement import render_statement, round_up
 from hf_dpopt.sampling import SAMPLERS
 from tests.report.conftest import MakeFacts
 

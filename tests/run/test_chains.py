@@ -15,7 +15,7 @@ from hf_dpopt.cli.doctor import show_health
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.common.types import ClippedSums
 from hf_dpopt.plan.plan import PrivacyPlan
-from hf_dpopt.report import scan_for_secrets
+from hf_dpopt.report.release_scan import scan_for_secrets
 from hf_dpopt.run import keys
 from hf_dpopt.run.checkpoint import write_manifest
 from hf_dpopt.run.journal import Journal

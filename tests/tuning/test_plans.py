@@ -13,7 +13,8 @@ from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.plan.release import EarlierRun
-from hf_dpopt.report import RunFacts, render_statement
+from hf_dpopt.report.facts import RunFacts
+from hf_dpopt.report.statement import render_statement
 from hf_dpopt.verify.outcome import Unknown
 from hf_dpopt.verify.plan_events import Mechanism
 from hf_dpopt.verify.reading import Fields

@@ -16,7 +16,7 @@ from hf_dpopt.cli import tune
 from hf_dpopt.cli.tune import run_tuning
 from hf_dpopt.common.chained import ChainedFile
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.report import read_report
+from hf_dpopt.report.report import read_report
 from hf_dpopt.run.dataset_ledger import DatasetLedger
 from hf_dpopt.run.keys import private_dir
 from hf_dpopt.run.ledger import Ledger
