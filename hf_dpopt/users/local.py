@@ -117,12 +117,9 @@ def _devices(engine: ClippingEngine) -> list[torch.device]:
 def alone(records: Sequence[Any], training: LocalTraining, collation: Collation, seed: int) -> LocalUser:
     """Prepare one user for training alone; a local step whose rows cannot lie in one batch becomes several."""
     steps = training.batches(len(records), np.random.default_rng(seed))
-    batches = [part.batch for s in steps for part in collation.parts(_by_length([records[i] for i in s]))]
+    of_steps = [sorted((records[i] for i in step), key=length_of, reverse=True) for step in steps]
+    batches = [part.batch for rows in of_steps for part in collation.parts(rows)]
     return LocalUser(batches, training, seed)
-
-
-def _by_length(records: list[Any]) -> list[Any]:
-    return sorted(records, key=length_of, reverse=True)
 
 
 class LocalUserBatch(LogicalBatch):
