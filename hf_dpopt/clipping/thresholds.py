@@ -32,7 +32,7 @@ def usable(squared_norms: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Clipping:
+class Clipping:
     clipping_norm: float
     name: ClassVar[str]
     has_one_group: ClassVar[bool] = True  # one norm and one factor for all parameters of a record
@@ -86,14 +86,14 @@ class _Clipping:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FlatClipping(_Clipping):
+class FlatClipping(Clipping):
     r"""One bound on a record's whole gradient: ``g * min(1, C / ||g||)`` (Abadi et al. 2016, 1607.00133)."""
 
     name: ClassVar[str] = "flat"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PerLayerClipping(_Clipping):
+class PerLayerClipping(Clipping):
     r"""Clip of every layer to ``C / sqrt(L)``, so that the whole record stays within C.
 
     A layer is a module that owns parameters (its weight and bias share one factor); L counts the layers that are
@@ -111,7 +111,7 @@ class PerLayerClipping(_Clipping):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AutomaticClipping(_Clipping):
+class AutomaticClipping(Clipping):
     r"""Normalisation instead of clipping: ``g * C / (||g|| + gamma)`` (Bu et al. 2022, arXiv:2206.07136, Eq. 4).
 
     The norm of a record stays below C. ``gamma`` is in gradient units; the paper's value is 0.01.
@@ -124,16 +124,10 @@ class AutomaticClipping(_Clipping):
         return bound / (norms_B + self.gamma)
 
 
-CLIPPINGS: dict[str, type[_Clipping]] = {cls.name: cls for cls in (FlatClipping, PerLayerClipping, AutomaticClipping)}
-Clipping = _Clipping
+CLIPPINGS: dict[str, type[Clipping]] = {cls.name: cls for cls in (FlatClipping, PerLayerClipping, AutomaticClipping)}
 
 
 def make_clipping(name: str, clipping_norm: float) -> Clipping:
     """The registered clipping rule of that name."""
     check_choice("clipping", name, CLIPPINGS)
     return CLIPPINGS[name](clipping_norm=clipping_norm)
-
-
-def make_clipper(config: object) -> Clipping:
-    """The clipping rule of a `PrivacyConfig`."""
-    return make_clipping(config.clipping, config.clipping_norm)  # type: ignore[attr-defined]

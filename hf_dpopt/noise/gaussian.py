@@ -121,7 +121,6 @@ class IndependentStream(NoiseStream):
     sampler="truncated_poisson",
     summary="independent noise: DP-SGD",
     compared_with=("truncated_poisson",),
-    is_independent=True,
     max_steps=None,
 )
 def tune_independent(setting: Setting) -> NoiseStrategy:

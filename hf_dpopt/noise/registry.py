@@ -52,7 +52,6 @@ class Mechanism:
         max_steps: longest run that it can be tuned for in reasonable time and memory; None for any.
         num_bands_of: number of bands of C that given options ask for, None if they leave it open; a sampler of groups
             is then given as many groups. None for a mechanism whose bands cannot be chosen.
-        is_independent: every step has noise of its own, which keeps nothing and has nothing to tune.
     """
 
     name: str
@@ -63,7 +62,6 @@ class Mechanism:
     max_compared_steps: int | None = None
     max_steps: int | None = MAX_TUNED_STEPS
     num_bands_of: Callable[[Mapping[str, Any]], int | None] | None = None
-    is_independent: bool = False
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -77,7 +75,7 @@ MECHANISMS: dict[str, Mechanism] = {}
 
 def is_independent(name: str) -> bool:
     """Whether a mechanism of this name correlates nothing; "auto" may."""
-    return name in MECHANISMS and MECHANISMS[name].is_independent
+    return name == INDEPENDENT
 
 
 def register(
@@ -125,7 +123,7 @@ def make_strategy(
     if unknown:
         raise DPConfigError(
             f"`noise_kwargs` has {', '.join(unknown)}, which noise_mechanism={name!r} does not know. It takes: "
-            f"{', '.join((*mechanism.options, *([] if mechanism.is_independent else ['backend']))) or 'nothing'}."
+            f"{', '.join((*mechanism.options, *([] if is_independent(name) else ['backend']))) or 'nothing'}."
         )
     if restart_every is None:
         return _tune(mechanism, setting, options)

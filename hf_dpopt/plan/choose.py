@@ -16,7 +16,7 @@ from typing import Any
 
 from hf_dpopt.accounting.certificates import Certificate
 from hf_dpopt.accounting.delta import resolve_delta
-from hf_dpopt.clipping.thresholds import make_clipper
+from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.common.checks import check_at_most, check_noise_multiplier, check_positive
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, PrivacyWarning
 from hf_dpopt.noise import MECHANISMS, NoiseStrategy, Setting, Workload, banded, from_parameters, is_whole
@@ -191,8 +191,8 @@ class _Choice:
         noise_multiplier, proof = self._noise(config, release)
         plan = PrivacyPlan(
             config=config, release=release, num_steps=int(self.num_steps), delta=self.delta, certificate=proof,
-            noise_multiplier=noise_multiplier, clipper=make_clipper(config), preclip=self.stage,
-            advised=dict(advised or {}),
+            noise_multiplier=noise_multiplier, clipper=make_clipping(config.clipping, config.clipping_norm),
+            preclip=self.stage, advised=dict(advised or {}),
         )  # fmt: skip
         _ = plan.mechanism, plan.sensitivity_ratio  # they refuse now what would fail in the first step
         return plan
@@ -250,7 +250,7 @@ class _Choice:
             assert self.changes is not None
             config = _restarted(config, self.changes.every)
         mechanism, options = MECHANISMS[config.noise_mechanism], config.mechanism_options
-        if mechanism.is_independent and options != config.noise_kwargs:
+        if is_independent(config.noise_mechanism) and options != config.noise_kwargs:
             raise DPConfigError("Independent noise keeps nothing: leave backend out of noise_kwargs.")
         kept = self._kept_strategy(config)
         adjacency: Any = sampler.adjacencies[0] if config.adjacency == "auto" else config.adjacency

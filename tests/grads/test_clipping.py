@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from hf_dpopt.clipping.thresholds import CLIPPINGS, AutomaticClipping, make_clipper, make_clipping
+from hf_dpopt.clipping.thresholds import CLIPPINGS, AutomaticClipping, make_clipping
 from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 
 NUM_RECORDS = 20_000
@@ -166,6 +167,6 @@ def test_an_unknown_rule_is_refused(name):
 
 
 @pytest.mark.parametrize("name", CLIPPINGS)
-def test_the_rule_of_a_config(name):
+def test_a_plan_has_the_rule_of_its_config(name):
     config = PrivacyConfig(noise_multiplier=1.0, expected_batch_size=4, clipping=name, clipping_norm=0.25)
-    assert make_clipper(config) == CLIPPINGS[name](clipping_norm=0.25)
+    assert make_plan(config, num_examples=16, num_steps=2).clipper == CLIPPINGS[name](clipping_norm=0.25)
