@@ -108,17 +108,20 @@ def test_a_run_goes_on_on_another_device(name, monkeypatch):
         backend = "regenerate" if name == "drawn again" else "auto"
         return STRATEGIES[name].stream(ChaCha20Gaussian(key), scale=0.7, num_steps=6, backend=backend)
 
+    def zeros(device):
+        return {"a": torch.zeros(900, device=device), "b": torch.zeros(3, 4, device=device)}
+
     whole, part = stream(), stream()
     for step in range(6):
         on_kernel["now"] = False
-        whole.add_(want := {"a": torch.zeros(900), "b": torch.zeros(3, 4)}, step)
+        whole.add_(want := zeros("cpu"), step)
         if step in (2, 4):
             part = stream()
             part.continue_at(step)
         on_kernel["now"] = step in (2, 3)
-        part.add_(got := {"a": torch.zeros(900), "b": torch.zeros(3, 4)}, step)
+        part.add_(got := zeros(DEVICE if on_kernel["now"] else "cpu"), step)
         for value in want:
-            torch.testing.assert_close(got[value], want[value], rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(got[value].cpu(), want[value], rtol=1e-6, atol=1e-6)
 
 
 def test_the_key_is_in_no_constant_of_the_kernel_and_not_left_on_the_device(on_the_kernel, monkeypatch):

@@ -25,7 +25,7 @@ PROGRAMS = 264
 @triton.jit
 def _squares_kernel(
     left_ptr, right_ptr, found_ptr,
-    T, P, Q, num_tiles,
+    T, P, Q, num_tiles, one,
     left_b, left_t, left_p, right_b, right_t, right_q,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -36,9 +36,11 @@ def _squares_kernel(
     i = tl.where((i + 1) * (i + 2) // 2 <= tile, i + 1, i)
     j = tile - i * (i + 1) // 2
     rows, columns = i * BLOCK_T + tl.arange(0, BLOCK_T), j * BLOCK_T + tl.arange(0, BLOCK_T)
-    of_left = _gram_tile(left_ptr + b.to(tl.int64) * left_b, left_t, left_p, rows, columns, T, P, BLOCK_T, BLOCK_K)
+    of_left = _gram_tile(
+        left_ptr + b.to(tl.int64) * left_b, left_t, left_p, rows, columns, T, P, one, BLOCK_T, BLOCK_K
+    )
     of_right = _gram_tile(
-        right_ptr + b.to(tl.int64) * right_b, right_t, right_q, rows, columns, T, Q, BLOCK_T, BLOCK_K
+        right_ptr + b.to(tl.int64) * right_b, right_t, right_q, rows, columns, T, Q, one, BLOCK_T, BLOCK_K
     )
     products = of_left * of_right
     total = tl.sum(tl.sum(products, axis=1), axis=0)
@@ -50,7 +52,7 @@ def _squares_kernel(
 
 @triton.jit
 def _gram_tile(
-    x_ptr, stride_t, stride_k, rows, columns, T, K, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr
+    x_ptr, stride_t, stride_k, rows, columns, T, K, one, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     gram = tl.zeros((BLOCK_T, BLOCK_T), dtype=tl.float32)
     k = tl.arange(0, BLOCK_K)
@@ -60,8 +62,9 @@ def _gram_tile(
         inside = first + k < K
         x = tl.load(row_ptrs, mask=(rows[:, None] < T) & inside[None, :], other=0.0)
         y = tl.load(column_ptrs, mask=(columns[None, :] < T) & inside[:, None], other=0.0)
-        # added up outside of the tensor cores, which truncate: over a vocabulary, norms would come out too small
-        gram += tl.dot(x, y, input_precision="ieee")
+        # Added up outside of the tensor cores, which truncate: over a vocabulary, norms would come out too small. The
+        # compiler would move a plain addition into them; it cannot know that the factor is 1.
+        gram += one * tl.dot(x, y, input_precision="ieee")
         row_ptrs += BLOCK_K * stride_k
         column_ptrs += BLOCK_K * stride_k
     return gram
@@ -83,7 +86,7 @@ def squares(left_BTP: torch.Tensor, right_BTQ: torch.Tensor) -> tuple[torch.Tens
     num_tiles = rows * (rows + 1) // 2
     found_2BN = left_BTP.new_empty(2, B, num_tiles, dtype=torch.float32)
     _squares_kernel[(num_tiles * B,)](
-        left_BTP, right_BTQ, found_2BN, T, P, right_BTQ.size(2), num_tiles,
+        left_BTP, right_BTQ, found_2BN, T, P, right_BTQ.size(2), num_tiles, 1.0,
         *left_BTP.stride(), *right_BTQ.stride(), BLOCK_T=TOKENS,
         BLOCK_K=128 if T <= 256 else 64, num_warps=4, num_stages=3 if T <= 256 else 4,
     )  # fmt: skip
