@@ -91,50 +91,6 @@ def made_epsilon(folder: Path, num_steps: int) -> float:
     return tiny.trainer(folder / "unused", max_steps=num_steps, clipping_norm=0.1).plan.epsilon()
 
 
-def test_copies_that_take_turns_charge_the_steps_of_each_other(tmp_path):
-    """The first to go on stays under their key, the others take keys of their own; each epsilon covers all of them."""
-    # without a journal: from its own a copy would take its steps again, and charge nothing
-    keys = {"private_state_dir": str(tmp_path / "keys"), "journal_limit": 0.0}
-    one, other = tmp_path / "one", tmp_path / "other"
-    train(one, backup=other, stop=BACKUP_AT, **keys)
-    train(other, resume=str(other / f"checkpoint-{BACKUP_AT}"), stop=BACKUP_AT + 2, max_steps=8, **keys)
-    first = ledger(other).keys[0]
-    assert ledger(other).charged == (BACKUP_AT + 2,)
-    _, seen = train(one, resume=str(one / f"checkpoint-{BACKUP_AT}"), stop=BACKUP_AT + 1, max_steps=8, **keys)
-    assert ledger(one).charged == (BACKUP_AT + 2, 1) and ledger(one).keys[0]["key_id"] == first["key_id"]
-    assert len(seen) == 1
-    train(other, resume=str(other / f"checkpoint-{BACKUP_AT}"), stop=BACKUP_AT + 1, max_steps=8, **keys)
-    assert ledger(other).charged == (BACKUP_AT + 2, 1, 1)
-    assert ledger(other).keys[1]["key_id"] == ledger(one).keys[1]["key_id"]
-    train(one, stop=1, max_steps=8, **keys)
-    assert sorted(ledger(one).charged) == sorted((*ledger(other).charged, 1))
-
-
-def test_a_key_whose_use_nobody_remembers_gets_no_further_step(tmp_path):
-    """The private folder has the key, and lost the log of what it was used for."""
-    out, keys = tmp_path / "out", tmp_path / "keys"
-    train(out, stop=BACKUP_AT, private_state_dir=str(keys))
-    (log,) = keys.glob("runs/*/log.jsonl")
-    log.unlink()
-    train(out, resume=str(out / f"checkpoint-{BACKUP_AT}"), private_state_dir=str(keys))
-    assert ledger(out).charged == (BACKUP_AT, STOPPED_AT - BACKUP_AT)
-    old, new = ledger(out).keys
-    assert old["key_id"] != new["key_id"]
-
-
-def test_a_private_folder_that_was_put_back_gets_a_fresh_key(tmp_path):
-    """The ledger knows of more steps than the log: noise of the key was used that the log does not know."""
-    out, keys, old = tmp_path / "out", tmp_path / "keys", tmp_path / "old"
-    train(out, stop=BACKUP_AT, private_state_dir=str(keys))
-    shutil.copytree(keys, old)
-    _, first = train(out, resume=True, private_state_dir=str(keys))
-    put_back(keys, old)
-    made, second = train(out, resume=True, private_state_dir=str(keys))
-    assert ledger(out).charged == (STOPPED_AT, STOPPED_AT - BACKUP_AT)
-    assert sorted(first.keys() & second.keys())[-1] == STOPPED_AT
-    assert_fresh(made, first, second)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_step_is_on_the_disk_before_the_model_sees_a_record_of_it(tmp_path):
     """First in the log beside the key, then in the ledger."""

@@ -149,14 +149,14 @@ FAULTS: tuple[Fault, ...] = (
         "hf_dpopt/run/run_log.py",
         "                made._take_in(other)\n",
         "                pass\n",
-        (f"{ROLLBACK}::test_a_key_whose_use_nobody_remembers_gets_no_further_step",),
+        (f"{LOG}::test_a_run_goes_on_with_its_key_only_from_where_it_stopped",),
     ),
     Fault(
         "a private folder that was put back keeps its key",
         "hf_dpopt/run/run_log.py",
         "            self.keys.destroy(chain.chain_id)\n",
         "            pass\n",
-        (f"{ROLLBACK}::test_a_private_folder_that_was_put_back_gets_a_fresh_key",),
+        (f"{LOG}::test_a_folder_put_back_alone",),
     ),
     Fault(
         "a resumed run may change what makes a gradient",
@@ -338,7 +338,7 @@ FAULTS: tuple[Fault, ...] = (
         "hf_dpopt/run/resume.py",
         "    if step is None:\n",
         "    step = step or 0\n    if not ledger.chains:\n",
-        (f"{ROLLBACK}::test_copies_that_take_turns_charge_the_steps_of_each_other",),
+        (f"{LOG}::test_a_run_goes_on_with_its_key_only_from_where_it_stopped",),
     ),
     Fault(
         "a step may be charged twice",
