@@ -1,4 +1,4 @@
-"""A run as `PrivateRun` opens it, step by step and without a model."""
+"""A run as `PrivateRun` opens it, step by step and without a model; and one in one's own loop, without records."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+from hf_dpopt import PrivacyConfig, PrivateRun, make_plan
+from hf_dpopt.clipping import make_engine
+from hf_dpopt.common.types import ClippedSums
+from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.run.checkpoint import Manifest, clean
 from hf_dpopt.run.keys import Chain, new_chain, private_dir
 from hf_dpopt.run.resume import Resume, decide
@@ -80,3 +87,23 @@ def settle(out: Path, private: Path) -> None:
     """Do what the next run does first: remove what killed runs left, and finish whole saves."""
     with RunLog.open(out, private_dir(private, out)) as log:
         clean(out, log.state)
+
+
+# --- in one's own loop ---
+
+NUM_STEPS, EXPECTED, SIZE = 6, 4, 20
+
+
+def plan_of(**options: Any) -> PrivacyPlan:
+    values = dict(noise_multiplier=1.0, target_delta=1e-3, expected_batch_size=EXPECTED)
+    return make_plan(PrivacyConfig(**values | options), num_examples=40, num_steps=NUM_STEPS)
+
+
+def begin(plan: PrivacyPlan, folder: Path, **options: Any) -> PrivateRun:
+    return PrivateRun(plan, output_dir=folder / "out", private_state_dir=folder / "keys", **options)
+
+
+def release(run: PrivateRun, step: int) -> torch.Tensor:
+    """The noise of a step, as it is released: that of a sum without records."""
+    run.begin(step, make_engine(nn.Linear(1, 1), run.plan.clipper))
+    return run.release(ClippedSums({"weight": torch.zeros(SIZE)}), step)["weight"]

@@ -7,13 +7,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
-from torch import nn
 
-from hf_dpopt import DPConfigError, PrivacyConfig, PrivateRun, make_plan
+from hf_dpopt import DPConfigError, PrivateRun
 from hf_dpopt.cli.doctor import show_health
-from hf_dpopt.clipping import make_engine
-from hf_dpopt.common.types import ClippedSums
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.report.release_scan import scan_for_secrets
 from hf_dpopt.run import keys
@@ -23,26 +19,17 @@ from hf_dpopt.run.keys import private_dir, secrets_in
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from tests import tiny
 from tests.run import preempted
-
-NUM_STEPS, SIZE = 6, 20
+from tests.run.one_run import begin, plan_of, release
 
 
 @pytest.fixture(params=["gaussian", "nu_dpftrl"])
 def plan(request) -> PrivacyPlan:
-    config = PrivacyConfig(
-        noise_multiplier=1.0, target_delta=1e-3, expected_batch_size=4, noise_mechanism=request.param
-    )
-    return make_plan(config, num_examples=40, num_steps=NUM_STEPS)
-
-
-def _start(plan: PrivacyPlan, folder: Path, **changes: Any) -> PrivateRun:
-    return PrivateRun(plan, output_dir=folder / "out", private_state_dir=folder / "keys", **changes)
+    return plan_of(noise_mechanism=request.param)
 
 
 def _step(run: PrivateRun, step: int, used: list[tuple[str, int]]) -> None:
     run.draw(step)
-    run.begin(step, make_engine(nn.Linear(1, 1), run.plan.clipper))
-    run.release(ClippedSums({"weight": torch.zeros(SIZE)}), step)
+    release(run, step)
     used.append((run.chain.key_id, step))
 
 
@@ -63,24 +50,24 @@ def test_a_checkpoint_of_another_chain_begins_a_new_one(plan, tmp_path):
     checkpoint it goes on, whatever was trained in between.
     """
     used: list[tuple[str, int]] = []
-    first = _start(plan, tmp_path)
+    first = begin(plan, tmp_path)
     _step(first, 1, used)
     _step(first, 2, used)
     of_first = _save(first, tmp_path / "first" / "checkpoint-2", "first")
     _step(first, 3, used)
     first.close()
-    second = _start(plan, tmp_path)
+    second = begin(plan, tmp_path)
     _step(second, 1, used)
     _step(second, 2, used)
     of_second = _save(second, tmp_path / "second" / "checkpoint-2", "second")
     second.close()
 
-    third = _start(plan, tmp_path, resume_step=2, checkpoint=of_first)
+    third = begin(plan, tmp_path, resume_step=2, checkpoint=of_first)
     assert third.chain.chain_id not in (first.chain.chain_id, second.chain.chain_id)
     assert "that of an earlier chain" in third.ledger.last_chain.note
     _step(third, 3, used)
     third.close()
-    fourth = _start(plan, tmp_path, resume_step=2, checkpoint=of_second)
+    fourth = begin(plan, tmp_path, resume_step=2, checkpoint=of_second)
     assert fourth.chain.chain_id == second.chain.chain_id
     _step(fourth, 3, used)
     fourth.close()
@@ -93,16 +80,16 @@ def test_a_chain_goes_on_with_its_own_options(plan, tmp_path, options):
     """Not with those that were recorded last: a copy may have been trained anew with others."""
     used: list[tuple[str, int]] = []
     for loss in ("its own", "those of the training in between"):
-        run = _start(plan, tmp_path, training={"loss": loss})
+        run = begin(plan, tmp_path, training={"loss": loss})
         _step(run, 1, used)
         saved = _save(run, tmp_path / loss / "checkpoint-1", loss)
         run.close()
     saved = tmp_path / "its own" / "checkpoint-1"
     if options != "its own":
         with pytest.raises(DPConfigError, match="training.loss: 'its own' in the ledger"):
-            _start(plan, tmp_path, training={"loss": options}, resume_step=1, checkpoint=saved)
+            begin(plan, tmp_path, training={"loss": options}, resume_step=1, checkpoint=saved)
         return
-    resumed = _start(plan, tmp_path, training={"loss": options}, resume_step=1, checkpoint=saved)
+    resumed = begin(plan, tmp_path, training={"loss": options}, resume_step=1, checkpoint=saved)
     assert resumed.chain.key_id == used[0][0] and resumed.charged == [1, 1]
     resumed.close()
 
@@ -129,10 +116,7 @@ def test_a_torn_entry_before_steps_without_a_journal_is_no_edited_one(tmp_path):
 
 def test_every_key_is_among_the_secrets_and_is_found_where_it_was_planted(tmp_path):
     """Keys are found by what is derived of the root while a run opens, saves and goes on, not by a list of names."""
-    config = PrivacyConfig(
-        noise_multiplier=1.0, target_delta=1e-3, expected_batch_size=4, noise_mechanism="nu_dpftrl", noise_kwargs={"nu": 0.1}
-    )  # fmt: skip
-    plan = make_plan(config, num_examples=40, num_steps=NUM_STEPS)
+    plan = plan_of(noise_mechanism="nu_dpftrl", noise_kwargs={"nu": 0.1})
     made: list[tuple[bytes, bytes]] = []
 
     def spying(derive: Any) -> Any:
@@ -143,11 +127,11 @@ def test_every_key_is_among_the_secrets_and_is_found_where_it_was_planted(tmp_pa
         return derived
 
     with mock.patch.object(keys, "derive_key", spying(keys.derive_key)):
-        run = _start(plan, tmp_path, journal_limit=1e9)
+        run = begin(plan, tmp_path, journal_limit=1e9)
         _step(run, 1, [])
         saved = _save(run, tmp_path / "saved" / "checkpoint-1", "weights")
         run.close(is_finished=False)
-        run = _start(plan, tmp_path, resume_step=1, checkpoint=saved, journal_limit=1e9)
+        run = begin(plan, tmp_path, resume_step=1, checkpoint=saved, journal_limit=1e9)
         _ = run.chain.dropout_key
         run.close(is_finished=False)
     found = secrets_in(tmp_path / "keys")
