@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -142,29 +142,32 @@ def check_accounting(name: str) -> None:
 
 
 def check_stream(name: str) -> None:
+    """The noise of a run is that of its strategy."""
+    plan = plan_of(name)
+    check_noise(lambda source: plan.mechanism.stream(source, 1.0), plan.strategy, NUM_STEPS)
+
+
+def check_noise(make: Callable[[NoiseSource], NoiseStream], strategy: NoiseStrategy, num_steps: int) -> None:
     """The noise of all steps is ``scale * B Z``, with rows of Z that were drawn under numbers of their own."""
-    plan, source = plan_of(name), CountedSource()
-    stream = plan.mechanism.stream(source, 1.0)
-    noises = _steps(stream, 0, NUM_STEPS)
+    source = CountedSource()
+    counted = _steps(make(source), 0, num_steps)
     rows = sorted({row for _, row in source.asked if row < 2**40})
-    strategy = plan.strategy
     if strategy.is_square:
-        assert rows == list(range(NUM_STEPS)), "one row of Z for every row of C"
-    # any square root of the noise will do for a tree, whose nodes are numbered in an order of its own
-    covariance = strategy.noising_matrix(NUM_STEPS) @ strategy.noising_matrix(NUM_STEPS).T
-    compared = 0
-    for tensor, tensor_name in enumerate(sorted(SHAPES)):
-        shape = SHAPES[tensor_name]
-        drawn = np.stack([
-            source.normal(shape, step=row, tensor=tensor).double().numpy().ravel() for row in rows
-        ])  # fmt: skip
-        added = np.stack([noise[tensor_name].double().numpy().ravel() for noise in noises]) / stream.draw_stddev
-        if strategy.is_square:
-            np.testing.assert_allclose(added, strategy.noising_matrix(NUM_STEPS) @ drawn, atol=2e-5)
-        else:
-            if drawn.shape[1] > len(rows):  # enough coordinates to tell the draws apart
+        assert rows == list(range(num_steps)), "one row of Z for every row of C"
+    stream, matrix, compared = make(ChaCha20Gaussian(KEY)), strategy.noising_matrix(num_steps), 0
+    for noises in (counted, _steps(stream, 0, num_steps)):  # row by row, and as the cipher adds it
+        for tensor, tensor_name in enumerate(sorted(SHAPES)):
+            drawn = np.stack([
+                source.normal(SHAPES[tensor_name], step=row, tensor=tensor).double().numpy().ravel() for row in rows
+            ])  # fmt: skip
+            added = np.stack([noise[tensor_name].double().numpy().ravel() for noise in noises]) / stream.draw_stddev
+            if strategy.is_square:
+                want = matrix @ drawn
+                np.testing.assert_allclose(added, want, rtol=0, atol=2e-5 * max(1.0, np.abs(want).max()))
+            elif drawn.shape[1] > len(rows):  # enough coordinates to tell the draws apart
+                # any square root of the noise will do for a tree, whose nodes are numbered in an order of its own
                 weights = np.linalg.lstsq(drawn.T, added.T, rcond=None)[0]
-                np.testing.assert_allclose(weights.T @ weights, covariance, atol=1e-4)
+                np.testing.assert_allclose(weights.T @ weights, matrix @ matrix.T, atol=1e-4)
                 compared += 1
     assert strategy.is_square or compared, "no tensor is large enough to compare"
 

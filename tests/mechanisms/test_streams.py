@@ -10,11 +10,11 @@ import torch
 
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.noise import BandedToeplitz, NuDPFTRL
-from hf_dpopt.noise import tree as tree_stream
 from hf_dpopt.noise.dense import DenseStrategy
 from hf_dpopt.noise.strategy import NoiseStrategy
-from hf_dpopt.noise.tree import TreeAggregation, _tree
+from hf_dpopt.noise.tree import TreeAggregation
 from hf_dpopt.randomness.chacha import ChaCha20Gaussian
+from tests.contract.noise import check_noise
 from tests.mechanisms.strategies.cases import strategies
 
 N, SCALE, KEY = 23, 0.7, bytes(range(32))
@@ -55,40 +55,9 @@ def _run(stream, steps, first_step=0):
     return torch.stack(noise) if noise else torch.zeros(0, sum(np.prod(s, dtype=int) for s in SHAPES.values()))
 
 
-def _draws(rows):
-    """Rows of Z as the source gives them, (rows, coordinates)."""
-    source = _source()
-    return torch.stack(
-        [
-            torch.cat(
-                [source.normal(SHAPES[name], step=row, tensor=i).flatten() for i, name in enumerate(sorted(SHAPES))]
-            )
-            for row in rows
-        ]
-    ).double()
-
-
-def _node_rows(strategy):
-    """Rows of Z in the order of the rows of a tree's C."""
-    rows = []
-    for first, _, size in strategy._blocks(N):
-        rows += [tree_stream._row(height, start + (1 << height) - 1, first) for height, start in _tree(size).index]
-    return rows
-
-
 @pytest.mark.parametrize("name, backend", CASES)
 def test_noise_is_the_rows_of_b_times_the_draws(name, backend):
-    strategy = ALL[name]
-    rows = _node_rows(strategy) if name in TREES else range(N)
-    want = SCALE * torch.tensor(strategy.noising_matrix(N)) @ _draws(rows)
-    got = _run(_stream(name, backend), range(N))
-    assert (got.double() - want).abs().max() <= 1e-5 * want.abs().max()
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_every_node_has_a_draw_of_its_own(name):
-    rows = _node_rows(ALL[name])
-    assert len(set(rows)) == len(rows)
+    check_noise(lambda source: ALL[name].stream(source, scale=SCALE, num_steps=N, **BACKENDS[backend]), ALL[name], N)
 
 
 @pytest.mark.slow_but(8)
