@@ -36,11 +36,12 @@ def gradient(weights: list[torch.Tensor], b: int) -> list[torch.Tensor]:
     return [torch.outer(error, x), error]
 
 
-def plan(num_steps: int, preclip: Preclip | None = None, **config: Any):
+def plan(num_steps: int, preclip: Preclip | None = None, *, recorded: Any = None, **config: Any):
     values = dict(noise_multiplier=1.0, target_delta=1e-3, expected_batch_size=EXPECTED, clipping_norm=CLIP_SGD)
     return make_plan(
-        PrivacyConfig(**(values | config)), num_examples=NUM_RECORDS, num_steps=num_steps, preclip=preclip
-    )
+        PrivacyConfig(**(values | config)), num_examples=NUM_RECORDS, num_steps=num_steps, preclip=preclip,
+        recorded=recorded,
+    )  # fmt: skip
 
 
 class Loop:

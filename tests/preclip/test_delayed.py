@@ -61,10 +61,18 @@ def test_every_step_is_the_papers(tmp_path, rule, factored, variant):
     _compare(tmp_path, spec, 14, tolerance=1e-4 if variant == "noise_first" else 2e-5)
 
 
+OF_ALGORITHM_2 = {"variant": "algorithm2"}
+
+
 @pytest.mark.parametrize("changes", [
     {"adaptive_steps": 2}, {"adaptive_steps": 7}, {"delay": 1}, {"unbiased": True}, {"eps": None},
     {"unbiased": True, "factored": True, "eps": None}, {"clipping_norm": None, "learning_rate_ratio": 1.0},
-])  # fmt: skip
+    # the first mean is of one release, those after it of `delay`: noise and floor are those of so many
+    *(OF_ALGORITHM_2 | more for more in (
+        {"delay": 2}, {"unbiased": True}, {"eps": None}, {"unbiased": True, "eps": None, "delay": 5},
+        {"clipping_norm": None, "learning_rate_ratio": 1.0},
+    )),
+], ids=str)  # fmt: skip
 def test_options_do_what_they_say(tmp_path, changes):
     values = dict(delay=3, eps=EPS, beta=BETA, clipping_norm=OWN_CLIP, learning_rate_ratio=RATIO)
     # an unbiased second moment may come near 0 and is divided by then: rounding shows
@@ -74,17 +82,6 @@ def test_options_do_what_they_say(tmp_path, changes):
 
 def test_without_noise_it_is_exact(tmp_path):
     _compare(tmp_path, DelayedPreconditioner(delay=3, eps=EPS, clipping_norm=OWN_CLIP), 12, noise_multiplier=0.0)
-
-
-@pytest.mark.parametrize("changes", [
-    {"delay": 2}, {"unbiased": True}, {"eps": None}, {"unbiased": True, "eps": None, "delay": 5},
-    {"clipping_norm": None, "learning_rate_ratio": 1.0},
-])  # fmt: skip
-def test_options_go_with_algorithm_2(tmp_path, changes):
-    """The first mean is of one release, those after it of `delay`: noise and floor are those of so many."""
-    values = dict(delay=3, eps=EPS, beta=BETA, clipping_norm=OWN_CLIP, learning_rate_ratio=RATIO, variant="algorithm2")
-    tolerance = 1e-3 if "unbiased" in changes else 2e-5
-    _compare(tmp_path, DelayedPreconditioner(**(values | changes)), 12, tolerance=tolerance)
 
 
 def test_algorithm_2_refreshes_from_the_first_step_on():

@@ -109,13 +109,18 @@ def _plan(num_steps=6, spec=None, **changes):
     return plan(num_steps, spec or OneQuery(query_noise=4.0), **changes)
 
 
+def _with_a_query(event, noise, adjacency, delta=1e-3):
+    """Epsilon of an event and of one Gaussian mechanism of that noise."""
+    both = dp_accounting.ComposedDpEvent([dp_accounting.GaussianDpEvent(noise), event])
+    return epsilon(both, delta, adjacency).epsilon
+
+
 @pytest.mark.parametrize("adjacency", ["add_or_remove_one", "replace_one"])
 def test_epsilon_is_that_of_the_steps_and_one_gaussian(adjacency):
     options = {"adjacency": adjacency, **({"sampling": "fixed_order"} if adjacency == "replace_one" else {})}
     made, plain = _plan(**options), plan(6, **options)
     factor = 2.0 if adjacency == "replace_one" else 1.0
-    both = dp_accounting.ComposedDpEvent([dp_accounting.GaussianDpEvent(4.0 * factor), plain.event])
-    assert made.epsilon() == pytest.approx(epsilon(both, made.delta, adjacency).epsilon, rel=1e-6)
+    assert made.epsilon() == pytest.approx(_with_a_query(plain.event, 4.0 * factor, adjacency), rel=1e-6)
     assert made.epsilon() > plain.epsilon() and made.sensitivity == plain.sensitivity
     assert made.epsilon(0) == 0.0
 
@@ -123,15 +128,10 @@ def test_epsilon_is_that_of_the_steps_and_one_gaussian(adjacency):
 def test_every_chain_asked_it():
     made = _plan(sampling="fixed_order", adjacency="zero_out")
     plain = plan(6, sampling="fixed_order", adjacency="zero_out")
-    two = dp_accounting.ComposedDpEvent(
-        [dp_accounting.GaussianDpEvent(4.0 / math.sqrt(2)), plain.event_after((3, 3))]
-    )  # fmt: skip
-    assert made.epsilon((3, 3)) >= epsilon(two, made.delta, "zero_out").epsilon * (1 - 1e-9)
     assert made.epsilon((6,)) == made.epsilon() and made.epsilon((3, 3)) > made.epsilon()
-    assert made.epsilon((1, 1)) >= epsilon(
-        dp_accounting.ComposedDpEvent([dp_accounting.GaussianDpEvent(4.0 / math.sqrt(2)), plain.event_after((1, 1))]),
-        made.delta, "zero_out",
-    ).epsilon * (1 - 1e-9)  # fmt: skip
+    for chains in ((3, 3), (1, 1)):
+        want = _with_a_query(plain.event_after(chains), 4.0 / math.sqrt(2), "zero_out")
+        assert made.epsilon(chains) >= want * (1 - 1e-9)
 
 
 def test_a_budget_holds_the_query_too():
@@ -156,8 +156,7 @@ def test_it_goes_with_correlated_noise_of_every_sampler(sampling):
     assert made.epsilon() <= 4.0 and made.certificate is None
     assert made.strategy == plain.strategy and made.config.noise_at_changes == "auto"  # D stays, so nothing is crossed
     event = plan(6, noise_multiplier=made.noise_multiplier, amplification_samples=0, **common).event
-    both = dp_accounting.ComposedDpEvent([dp_accounting.GaussianDpEvent(4.0), event])
-    assert made.epsilon() >= epsilon(both, made.delta, made.adjacency).epsilon * (1 - 1e-6)
+    assert made.epsilon() >= _with_a_query(event, 4.0, made.adjacency) * (1 - 1e-6)
 
 
 def test_a_later_run_pays_for_the_query_of_an_earlier_one():
@@ -166,10 +165,9 @@ def test_a_later_run_pays_for_the_query_of_an_earlier_one():
         (run,) = earlier_runs_of(json.loads(json.dumps(made.record.to_json())), charged, "ab", where="x")
         (without,) = earlier_runs_of(json.loads(json.dumps(plain.record.to_json())), charged, "ab", where="x")
         assert run == type(run).from_json(json.loads(json.dumps(run.to_json())))
-        num = len(charged)
-        both = dp_accounting.ComposedDpEvent([dp_accounting.GaussianDpEvent(4.0 / math.sqrt(num)), without.event])
         found = epsilon(run.event, 1e-3, "add_or_remove_one").epsilon
-        assert found == pytest.approx(epsilon(both, 1e-3, "add_or_remove_one").epsilon, rel=1e-6)
+        want = _with_a_query(without.event, 4.0 / math.sqrt(len(charged)), "add_or_remove_one")
+        assert found == pytest.approx(want, rel=1e-6)
 
 
 # --- the query of a run ----------------------------------------------------------------------------------------------
@@ -314,11 +312,8 @@ def test_a_query_that_died_is_not_repeated_under_its_key(tmp_path):
     again = AskingLoop(tmp_path, _plan())
     again.step(1)
     assert again.run.charged == [1, 1] and again.run.chain.chain_id != loop.run.chain.chain_id
-    assert again.run.spent().epsilon >= epsilon(
-        dp_accounting.ComposedDpEvent(
-            [dp_accounting.GaussianDpEvent(4.0 / math.sqrt(2)), plan(6).event_after((1, 1))]
-        ), 1e-3, "add_or_remove_one",
-    ).epsilon * (1 - 1e-6)  # fmt: skip
+    want = _with_a_query(plan(6).event_after((1, 1)), 4.0 / math.sqrt(2), "add_or_remove_one")
+    assert again.run.spent().epsilon >= want * (1 - 1e-6)
 
 
 # --- through the trainer ---------------------------------------------------------------------------------------------
