@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 
@@ -14,7 +15,8 @@ from hf_dpopt.convex import adagrad, head_training
 from hf_dpopt.run.ledger import Ledger
 from tests.convex.heads import M, clipped, in_subspace, plain, run
 
-HEADS = pytest.mark.parametrize("config", [plain, in_subspace])
+clean = functools.partial(in_subspace, adagrad="clean")  # with a secret matrix in its state
+HEADS = pytest.mark.parametrize("config", [plain, in_subspace, clean], ids=["plain", "subspace", "clean"])
 
 
 class Killed(BaseException):

@@ -12,7 +12,7 @@ import torch
 from scipy import optimize, stats
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.convex import adagrad, clip_features, head_training, make_head_plan, make_subspace_plan
+from hf_dpopt.convex import adagrad, clip_features, make_head_plan, make_subspace_plan
 from hf_dpopt.convex.adagrad import SubspaceDescent
 from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from hf_dpopt.verify import verify
@@ -404,30 +404,6 @@ def test_ledger_report_and_statement_say_composition_and_no_last_iterate(tmp_pat
 
 
 # --- runs that were killed ---
-
-
-def test_a_killed_run_of_a_clean_matrix_goes_on_bit_for_bit(tmp_path, monkeypatch):
-    asked, taken = config(adagrad="clean"), SubspaceDescent.move
-    monkeypatch.setattr(head_training, "SAVE_EVERY", 0.0)
-
-    def killed(self, released, step):
-        if step == 8:
-            raise KeyboardInterrupt
-        taken(self, released, step)
-
-    monkeypatch.setattr(SubspaceDescent, "move", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, asked)
-    (kept,) = (tmp_path / "private").rglob("head-*.pt")
-    assert kept.exists()
-    seen = []
-    monkeypatch.setattr(SubspaceDescent, "move", lambda self, x, step: (seen.append(step), taken(self, x, step))[1])
-    made, weights = run(tmp_path, asked, finish=False)
-    assert seen == [8, 9, 10, 11, 12]
-    for path in (tmp_path / "private").rglob("head-*"):
-        path.unlink()  # also what notes that the weights left: here nobody saw them
-    assert torch.equal(run(tmp_path, asked)[1], weights)
-    assert not list((tmp_path / "private").rglob("head-*"))  # the secret matrix goes with the state
 
 
 def test_a_run_goes_on_with_its_own_public_records_and_settings_only(tmp_path):
