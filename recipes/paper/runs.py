@@ -26,6 +26,7 @@ from scipy.stats import t as student
 from hf_dpopt.common.extras import import_extra
 
 MAX_RATES = 10  # tried for one cell
+NUM_POINTS = 8  # of a learning curve
 PACKAGES = ("numpy", "scipy", "torch", "transformers", "dp-accounting")
 
 # --- the command of an experiment ------------------------------------------------------------------------------------
@@ -145,6 +146,11 @@ class KeptRuns:
     def rates(self, run: Any, start: float, seeds: Sequence[int], score: str) -> dict[float, float]:
         """Mean score by learning rate, of a climb that begins at `start`; the seeds are not to be reported."""
         return climb(lambda rate: self.mean(dataclasses.replace(run, rate=rate), seeds, score), start)
+
+
+def is_point(step: int, num_steps: int) -> bool:
+    """Whether a learning curve has a point after this step."""
+    return step * NUM_POINTS // num_steps > (step - 1) * NUM_POINTS // num_steps
 
 
 def _key(run: dict[str, Any]) -> str:
@@ -324,3 +330,10 @@ def draw_band(axis: Any, x: Sequence[float], curves: Any, label: str, **style: A
     (line,) = axis.plot(x, np.mean(curves, axis=0), label=label, **style)
     low, high = np.min(curves, axis=0), np.max(curves, axis=0)
     axis.fill_between(x, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
+
+
+def draw_curves(axis: Any, cell: dict[str, Any], label: str, **style: Any) -> None:
+    """Validation accuracy over the steps, of all seeds of a cell."""
+    curves = np.array(cell["curves"])  # (seeds, points, 2): step, accuracy
+    draw_band(axis, curves[0, :, 0], percent(curves[..., 1]), label, **style)
+    axis.set(xlabel="step", ylabel="validation accuracy, %")

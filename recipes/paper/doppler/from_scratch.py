@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.paper.doppler.task import Size
-from recipes.paper.doppler.training import COLORS, NAMES, OPTIONS, PLAIN, Runs, draw_curves, gains
-from recipes.paper.runs import draw_lines, experiment, panels, percent, plain_ticks, save
+from recipes.paper.doppler.training import COLORS, NAMES, OPTIONS, PLAIN, Runs, gains
+from recipes.paper.runs import draw_curves, draw_lines, experiment, panels, percent, plain_ticks, save
 
 FILTER = "first_order_v1"
 WHOLE_SWEEP = (1.0, 2.0, 4.0, 8.0)

@@ -27,11 +27,10 @@ from hf_dpopt.postprocess import IndependentNoise, NoiseLevel
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from recipes.paper.doppler.task import Classifier, Data, Size, evaluate, read_data
-from recipes.paper.runs import Folder, KeptRuns, best_of, draw_band, labelled, mean_and_error, percent
+from recipes.paper.runs import Folder, KeptRuns, best_of, is_point, labelled, mean_and_error, percent
 from recipes.paper.steps import EngineSums, Part, PrivateSteps, descend
 
 TUNING_SEED = 1000
-NUM_POINTS = 8  # of a learning curve
 PLAIN = "plain"
 START_RATES = {"dp_sgd": 0.5, "dp_adamw": 0.008, "dp_adam_bc": 0.001, "dp_galore": 0.008}
 OF_OPTIMIZER: dict[str, dict[str, Any]] = {"dp_galore": {"rank": 8, "refresh_every": 50, "scale": 1.0}}
@@ -127,7 +126,7 @@ def train(run: Run, data: Data, observe: Observer | None = None, whole: int = 0)
             if whole:
                 shown.append({name: x / whole for name, x in sums(np.arange(whole), (None,)).items()})
             observe(step, *shown)
-        if step * NUM_POINTS // run.num_steps > (step - 1) * NUM_POINTS // run.num_steps:
+        if is_point(step, run.num_steps):
             curve.append([step, evaluate(model, data.validation)[0]])
     accuracy, loss = evaluate(model, data.test)
     validation_accuracy, validation_loss = evaluate(model, data.validation)
@@ -204,10 +203,3 @@ def gains(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 OPTIONS: dict[str, Any] = {"data": Folder("folder with train.tsv and test.tsv of AG News"), "num_steps": 200}
 COLORS = {"dp_sgd": "C0", "dp_adam_bc": "C1", "dp_adamw": "C2", "dp_galore": "C4"}
 NAMES = {"dp_sgd": "DPSGD", "dp_adam_bc": "DP-AdamBC", "dp_adamw": "DP-AdamW", "dp_galore": "DP-GaLore"}
-
-
-def draw_curves(axis: Any, cell: dict[str, Any], label: str, **style: Any) -> None:
-    """Validation accuracy over the steps."""
-    curves = np.array(cell["curves"])  # (seeds, points, 2): step, accuracy
-    draw_band(axis, curves[0, :, 0], percent(curves[..., 1]), label, **style)
-    axis.set(xlabel="step", ylabel="validation accuracy, %")

@@ -22,7 +22,7 @@ import torch
 
 from recipes.paper.federated.task import Size, read_task
 from recipes.paper.federated.training import MECHANISMS, Run, Runs
-from recipes.paper.runs import Folder, draw_band, experiment, panels, percent, save
+from recipes.paper.runs import Folder, draw_curves, experiment, panels, percent, save
 
 START_RATE = 0.2
 COLORS = {"DP-SGD": "#4c72b0", "Honaker": "#8172b3", "nu-DP-FTRL": "#dd8452", "BLT": "#55a868"}
@@ -66,11 +66,6 @@ def plot(numbers: dict[str, Any], path: Path) -> None:
     for axis in (bars, curves):
         axis.legend(fontsize=8)
     save(figure, path)
-
-
-def draw_curves(axis: Any, cell: dict[str, Any], **style: Any) -> None:
-    curves = np.array(cell["curves"])  # (seeds, points, 2): round, accuracy
-    draw_band(axis, curves[0, :, 0], percent(curves[..., 1]), **style)
 
 
 main = experiment(

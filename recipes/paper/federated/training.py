@@ -19,10 +19,9 @@ from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.workload import workload_of
 from hf_dpopt.plan.compare import predicted_errors, ranked
 from recipes.paper.federated.task import COLLATE, USER, Task, evaluate
-from recipes.paper.runs import KeptRuns, best_of, climb, labelled
+from recipes.paper.runs import KeptRuns, best_of, climb, is_point, labelled
 
 TUNING_SEED = 1000
-NUM_POINTS = 8  # of a learning curve
 CURVE_RECORDS = 2000
 MOMENTUM, COOLDOWN = 0.95, 0.25
 MECHANISMS: dict[str, dict[str, Any]] = {
@@ -95,8 +94,7 @@ class _Curve(TrainerCallback):
         self._run, self._task, self.points = run, task, list[tuple[int, float]]()
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        step, of = state.global_step, self._run.num_rounds
-        if step * NUM_POINTS // of > (step - 1) * NUM_POINTS // of:
+        if is_point(step := state.global_step, self._run.num_rounds):
             self.points.append((step, evaluate(model, self._task.validation, CURVE_RECORDS)["accuracy"]))
 
 
