@@ -1,7 +1,8 @@
 """Somebody who can write to `output_dir` alone forges its ledger: he may spoil the run or raise its cost, no more.
 
 Whatever he writes, a further training uses no noise twice, charges no fewer steps than ran, writes nothing outside of the
-run's folders, and runs no code of his. A refusal is as good. To add a forgery is to add a line to `FORGERIES`.
+run's folders, and runs no code of his. A refusal is as good. To add a forgery is to add a line to `FORGERIES`; records
+that no run writes are refused when the ledger is read, see tests/run/test_ledger.py.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ def _with(*added: Callable[[Scene], dict[str, Any]]) -> Callable[[Scene], Record
     return lambda scene: [*records_of(scene.out), *(one(scene) for one in added)]
 
 
-def _step(step: Any, chain: str | None = None) -> Callable[[Scene], dict[str, Any]]:
-    return lambda scene: {"kind": "step", "chain_id": chain or scene.chain["chain_id"], "step": step}
+def _step(step: int) -> Callable[[Scene], dict[str, Any]]:
+    return lambda scene: {"kind": "step", "chain_id": scene.chain["chain_id"], "step": step}
 
 
 def _plan(**changes: Any) -> Callable[[Scene], Records]:
@@ -120,12 +121,7 @@ FORGERIES: dict[str, Callable[[Scene], Records]] = {
     "steps removed": _without(),
     "all steps removed": _without(after=0),
     "steps added": _with(_step(RAN + 1), _step(RAN + 2)),
-    "a step twice": _with(_step(RAN)),
     "a step backwards": _with(_step(1)),
-    "a step of no chain": _with(_step(1, chain="c" * 16)),
-    "a step that is no number": _with(_step("x")),
-    "a step that is true": _with(_step(True)),
-    "a step that is a list": _with(_step([1])),
     "a step beyond all": _with(_step(2**70)),
     "steps noted as lost": _with(lambda scene: {"kind": "lost", "chain_id": scene.chain["chain_id"], "step": RAN}),
     "a chain twice": _with(lambda scene: scene.chain),
@@ -151,15 +147,9 @@ FORGERIES: dict[str, Callable[[Scene], Records]] = {
     "a path first": _before(chain_id="../../victim"),
     "an absolute path first": _before(chain_id=lambda scene: str(scene.victim)),
     "the private folder first": _before(chain_id=".."),
-    "an empty id": _before(chain_id=""),
     "a prefix as id": _before(chain_id=lambda scene: scene.other_chain["chain_id"][:1]),
     "a glob as id": _before(chain_id="*"),
     "digits of another script": _before(chain_id="١" * 16),
-    "an id with a newline": _before(chain_id="d" * 16 + "\n"),
-    "an id in capitals": _before(chain_id="D" * 16),
-    "a very long id": _before(chain_id="d" * 5000),
-    "an id that is no text": _before(chain_id=["d"]),
-    "unsafe without its name": _before(unsafe=True),
     "more noise": _plan(noise_multiplier=9.0),
     "more records": _plan(num_examples=10**6),
     "smaller batches": _plan(expected_batch_size=1),
@@ -167,14 +157,9 @@ FORGERIES: dict[str, Callable[[Scene], Records]] = {
     "an empty plan": lambda scene: [
         one | {"plan": {}} if one["kind"] == "plan" else one for one in records_of(scene.out)
     ],
-    "a plan that is a list": lambda scene: [
-        one | {"plan": []} if one["kind"] == "plan" else one for one in records_of(scene.out)
-    ],
     "no plan": _without("plan", after=RAN),
     "no header": _without("header", after=RAN),
-    "two headers": _with(lambda scene: {"kind": "header", "version": 1}),
     "nothing but a header": _without("plan", "chain", "step"),
-    "no kind": _with(lambda scene: {"step": 1}),
 }  # fmt: skip
 WAYS = [pytest.param(True, id="resumed"), pytest.param(False, id="anew", marks=pytest.mark.slow)]
 

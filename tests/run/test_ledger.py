@@ -103,14 +103,14 @@ EVALUATION = {
         {"kind": "of a newer release"},
         {},
         *(CHAIN | change for change in (
-            {"chain_id": "../../victim"}, {"chain_id": "D" * 16}, {"chain_id": "d" * 16 + "\n"}, {"chain_id": 5},
+            {"chain_id": "../../victim"}, {"chain_id": "D" * 16}, {"chain_id": "d" * 16 + "\n"}, {"chain_id": ["d"]},
+            {"chain_id": ""}, {"chain_id": "d" * 5000},
             {"key_id": "e"}, {"start_step": -1}, {"start_step": True}, {"unsafe": True}, {"parent": "f" * 16}, {"note": 1},
         )),
         {"kind": "step", "chain_id": "f" * 16, "step": 4},
         {"kind": "step", "chain_id": "own", "step": 3},
         {"kind": "step", "chain_id": "own", "step": 0},
-        {"kind": "step", "chain_id": "own", "step": "4"},
-        {"kind": "step", "chain_id": "own", "step": True},
+        *({"kind": "step", "chain_id": "own", "step": step} for step in ("4", True, [4])),
         {"kind": "lost", "chain_id": "own", "step": 4},
         *(EVALUATION | change for change in (
             {"evaluation": "../x"}, {"noise_multiplier": 0}, {"noise_multiplier": "1"}, {"adjacency": 1}, {"query": 1},
