@@ -5,30 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import (
-    BertConfig,
     BertForSequenceClassification,
-    GPT2Config,
     GPT2LMHeadModel,
-    RobertaConfig,
     RobertaForSequenceClassification,
-    T5Config,
     T5ForConditionalGeneration,
 )
 
 from hf_dpopt import DPConfigError
 from recipes.models import choose_trained, linear_layers
 from recipes.options import ModelArguments
+from tests import tiny
 
 
 def classifier():
-    torch.manual_seed(0)
-    return BertForSequenceClassification(
-        BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
-    )
+    return tiny.made(BertForSequenceClassification)
 
 
 def language_model():
-    return GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2))
+    return tiny.made(GPT2LMHeadModel)
 
 
 def trained(model, task="SEQ_CLS", **flags):
@@ -72,9 +66,7 @@ def test_adapters_lie_on_all_linear_layers_but_the_head():
 
 
 def test_adapters_leave_a_head_of_two_layers_to_full_training():
-    model = RobertaForSequenceClassification(
-        RobertaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
-    )
+    model = tiny.made(RobertaForSequenceClassification)
     names = trained(model, lora_r=2)
     assert not any("classifier" in name and "lora" in name for name in names)
     assert {name.split("modules_to_save.default.")[1] for name in names if "modules_to_save" in name} == {
@@ -90,8 +82,7 @@ def test_adapters_of_a_language_model_leave_its_head_alone():
 
 
 def test_a_head_inside_the_base_model_is_left_alone():
-    size = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2}
-    model = T5ForConditionalGeneration(T5Config(vocab_size=40, num_layers=1, tie_word_embeddings=False, **size))
+    model = tiny.made(T5ForConditionalGeneration, tie_word_embeddings=False)
     names = adapted_layers(model, "SEQ_2_SEQ_LM")
     assert "lm_head" not in names and "decoder.block.0.layer.1.EncDecAttention.q" in names
 

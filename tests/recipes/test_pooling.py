@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, BertModel, GPT2Config, GPT2Model
+from transformers import AutoConfig, AutoModelForSequenceClassification, BertModel, GPT2Model
 
 from hf_dpopt import DPConfigError
 from recipes.classifiers import FEATURE_NORM, PooledConfig, PooledForSequenceClassification, pool
 from recipes.glue import ModelArguments
 from recipes.glue_model import load_pooled, save_merged
+from tests import tiny
 
 STATES_BTD = torch.tensor([[[1.0, 2.0], [3.0, 4.0], [100.0, 100.0]], [[5.0, 6.0], [7.0, 8.0], [9.0, 10.0]]])
 MASK_BT = torch.tensor([[1, 1, 0], [1, 1, 1]])
@@ -24,22 +25,12 @@ def test_padding_is_not_read_on_either_side(way, expected):
     assert pool(STATES_BTD.flip(1), MASK_BT.flip(1), {"cls": "last", "last": "cls"}.get(way, way)).tolist() == expected
 
 
-def encoder(kind="bert"):
-    torch.manual_seed(0)
-    if kind == "bert":
-        return BertModel(
-            BertConfig(
-                vocab_size=50, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
-                hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-            )
-        )  # fmt: skip
-    return GPT2Model(
-        GPT2Config(vocab_size=50, n_embd=8, n_layer=2, n_head=2, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
-    )
+ENCODERS = {"bert": (BertModel, {"num_hidden_layers": 2}), "gpt2": (GPT2Model, {"n_layer": 2})}
 
 
 def pooled(kind="bert", pooling=("mean",), layers=(-1,)):
-    body = encoder(kind)
+    encoder, changes = ENCODERS[kind]
+    body = tiny.made(encoder, **changes)
     config = PooledConfig(body.config, pooling, layers, num_labels=3)
     return PooledForSequenceClassification(config, body).eval()
 
@@ -55,8 +46,8 @@ def test_features_are_those_of_the_record_alone(kind, pooling, layers):
     together = model.features(IDS_BT, TEXT_BT)
     alone = model.features(IDS_BT[:1, :2], TEXT_BT[:1, :2])
     torch.testing.assert_close(together[:1], alone)
-    assert together.shape == (2, 8 * len(pooling) * len(layers))
-    parts = together.view(2, -1, 8)
+    assert together.shape == (2, 16 * len(pooling) * len(layers))
+    parts = together.view(2, -1, 16)
     expected = torch.full(parts.shape[:2], FEATURE_NORM / parts.size(1) ** 0.5)
     torch.testing.assert_close(parts.norm(dim=-1), expected, rtol=0.05, atol=0)  # less where states are near 0
 

@@ -7,30 +7,24 @@ import json
 import pytest
 import torch
 from datasets import Dataset
-from transformers import BertConfig, BertForSequenceClassification, BertModel
+from transformers import BertForSequenceClassification, BertModel
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
 from recipes import warm_start as module
 from recipes.classifiers import PooledConfig, PooledForSequenceClassification
 from recipes.warm_start import warm_start
+from tests import tiny
 
 pytestmark = pytest.mark.slow
 
 N = 400
-
-
-def config():
-    return BertConfig(
-        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.5,
-    )  # fmt: skip
+SIZES = {"intermediate_size": 24, "max_position_embeddings": 512, "initializer_range": 0.5}
 
 
 def classifier(kind="bert"):
-    torch.manual_seed(0)
     if kind == "bert":
-        return BertForSequenceClassification(config())
-    body = BertModel(config())
+        return tiny.made(BertForSequenceClassification, **SIZES)
+    body = tiny.made(BertModel, **SIZES)
     return PooledForSequenceClassification(PooledConfig(body.config, ["cls", "mean"], [0, 1], num_labels=2), body)
 
 

@@ -10,23 +10,24 @@ import transformers as tf
 from torch import nn
 
 from hf_dpopt.run.ledger import LEDGER, Ledger
+from tests import tiny
 
-NUM_RECORDS, NUM_TOKENS, VOCABULARY = 24, 6, 40
-BERT = {
-    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "intermediate_size": 16, "max_position_embeddings": 16,
-}  # fmt: skip
-LIKE_LLAMA = {**BERT, "num_key_value_heads": 2}
+NUM_RECORDS, NUM_TOKENS = 24, 6
+
+
+def small(kind: type, **changes: Any) -> nn.Module:
+    """A tiny model with few positions."""
+    return tiny.made(kind, **{"max_position_embeddings": 16, **changes})
 
 
 def bert() -> nn.Module:
-    return tf.BertForSequenceClassification(tf.BertConfig(**BERT))
+    return small(tf.BertForSequenceClassification)
 
 
 def records(num_records: int = NUM_RECORDS) -> list[dict[str, Any]]:
     return [
         {
-            "input_ids": torch.randint(1, VOCABULARY, (NUM_TOKENS,)).tolist(),
+            "input_ids": torch.randint(1, tiny.VOCABULARY, (NUM_TOKENS,)).tolist(),
             "attention_mask": [1] * NUM_TOKENS,
             "labels": i % 2,
         }

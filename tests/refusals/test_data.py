@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 
 from hf_dpopt import DPConfigError, DPTrainer
-from tests.refusals.base import BERT, NUM_RECORDS, NUM_TOKENS, bert, records
+from tests.refusals.base import NUM_RECORDS, NUM_TOKENS, bert, records, small
 
 
 class _Stream(torch.utils.data.IterableDataset):
@@ -97,7 +97,7 @@ def _repeated(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 )
 def test_collators_whose_rows_are_not_the_records(collate, mend, charged, arguments, refused_in_training):
     """Two records in a row would be clipped as one, two rows of a record would count it twice."""
-    model = tf.BertForSequenceClassification(tf.BertConfig(**(BERT | {"max_position_embeddings": 200})))
+    model = small(tf.BertForSequenceClassification, max_position_embeddings=200)
     args = arguments(expected_batch_size=NUM_RECORDS)  # every record is drawn: no batch is empty
     trainer = DPTrainer(model, args, train_dataset=records(), data_collator=collate)
     with refused_in_training(mend, model, charged=charged):

@@ -12,7 +12,8 @@ import transformers as tf
 from torch import nn
 
 from hf_dpopt import DPTrainer, UnsupportedModuleError
-from tests.refusals.base import BERT, LIKE_LLAMA, NUM_RECORDS, VOCABULARY, bert, records
+from tests import tiny
+from tests.refusals.base import NUM_RECORDS, bert, records, small
 
 
 def _bert_with(change: Callable[[nn.Module], Any]) -> Callable[[], nn.Module]:
@@ -46,21 +47,20 @@ class _ScaledForSequenceClassification(tf.BertForSequenceClassification):
         self.own_scale = nn.Parameter(torch.ones(()))
 
 
+EXPERTS = {"num_key_value_heads": 2, "num_experts_per_tok": 1}
+
+
 def mixtral(**config: Any) -> nn.Module:
-    return tf.MixtralForCausalLM(tf.MixtralConfig(**LIKE_LLAMA, num_local_experts=2, num_experts_per_tok=1, **config))
+    return small(tf.MixtralForCausalLM, **EXPERTS, num_local_experts=2, **config)
 
 
 def qwen_moe() -> nn.Module:
-    return tf.Qwen2MoeForCausalLM(
-        tf.Qwen2MoeConfig(
-            **LIKE_LLAMA, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8,
-            shared_expert_intermediate_size=8,
-        )
-    )  # fmt: skip
+    sizes = {"num_experts": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+    return small(tf.Qwen2MoeForCausalLM, **EXPERTS, **sizes)
 
 
 def granite_moe() -> nn.Module:
-    return tf.GraniteMoeForCausalLM(tf.GraniteMoeConfig(**LIKE_LLAMA, num_local_experts=2, num_experts_per_tok=1))
+    return small(tf.GraniteMoeForCausalLM, **EXPERTS, num_local_experts=2)
 
 
 def _only(make: Callable[[], nn.Module], *fragments: str) -> Callable[[], nn.Module]:
@@ -108,7 +108,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "reentrant.*'use_reentrant': False",
     ),
     "batch norm": (
-        lambda: _BatchNormedForSequenceClassification(tf.BertConfig(**BERT)),
+        lambda: small(_BatchNormedForSequenceClassification),
         "extra_norm .BatchNorm1d.*Replace it by GroupNorm",
     ),
     "mixtral": (mixtral, "mixture of experts.*Freeze experts and routers"),
@@ -134,7 +134,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "scale_grad_by_freq": (_embedding_with(scale_grad_by_freq=True), "word_embeddings.*Set scale_grad_by_freq=False"),
     "sparse": (_embedding_with(sparse=True), "word_embeddings.*Set sparse=False"),
     "uncovered tensor": (
-        lambda: _ScaledForSequenceClassification(tf.BertConfig(**BERT)),
+        lambda: small(_ScaledForSequenceClassification),
         "own_scale.*Freeze them.*LoRA",
     ),
     "gradient hook": (
@@ -165,7 +165,7 @@ ALLOWED_MODELS: dict[str, Callable[[], nn.Module]] = {
         lambda m: (m.gradient_checkpointing_enable({"use_reentrant": True}), m.gradient_checkpointing_disable())
     ),
     "one device": _bert_with(lambda m: setattr(m, "hf_device_map", {"bert": "cpu", "classifier": "cpu"})),
-    "frozen tensor of its own": _only(lambda: _ScaledForSequenceClassification(tf.BertConfig(**BERT)), "classifier"),
+    "frozen tensor of its own": _only(lambda: small(_ScaledForSequenceClassification), "classifier"),
     "frozen scaled embedding": lambda: _only(_embedding_with(scale_grad_by_freq=True), "classifier")(),
 }
 
@@ -181,7 +181,7 @@ def test_a_model_made_by_model_init_is_checked_when_it_is_there(arguments, refus
     trainer = DPTrainer(
         None,
         arguments(),
-        model_init=lambda: _BatchNormedForSequenceClassification(tf.BertConfig(**BERT)),
+        model_init=lambda: small(_BatchNormedForSequenceClassification),
         train_dataset=records(),
     )
     with refused_in_training("extra_norm.*Replace it by GroupNorm", trainer.model, error=UnsupportedModuleError):
@@ -189,7 +189,7 @@ def test_a_model_made_by_model_init_is_checked_when_it_is_there(arguments, refus
 
 
 def test_a_model_with_tokens_in_the_first_dimension(arguments, refused):
-    config = tf.XLNetConfig(vocab_size=VOCABULARY, d_model=16, n_layer=1, n_head=2, d_inner=16, num_labels=2)
+    config = tf.XLNetConfig(vocab_size=tiny.VOCABULARY, d_model=16, n_layer=1, n_head=2, d_inner=16, num_labels=2)
     args, model, dataset = arguments(), tf.XLNetForSequenceClassification(config), records()
     with refused("XLNet computes with the tokens in the first dimension.*freeze model.transformer"):
         DPTrainer(model, args, train_dataset=dataset)

@@ -16,7 +16,7 @@ from hf_dpopt import DPConfigError
 from hf_dpopt.records.inspection import refuse_malformed
 from hf_dpopt.records.limits import Limits, positions
 from hf_dpopt.records.losses import RecordLosses
-from tests.refusals.base import BERT, VOCABULARY, bert
+from tests.refusals.base import bert, small
 
 
 def _with_prompt(model: nn.Module) -> nn.Module:
@@ -29,31 +29,32 @@ def _with_wrapped_positions(model: nn.Module) -> nn.Module:
 
 
 def _tiny(family: str, head: str = "Model", **more: Any) -> nn.Module:
-    values = {**BERT, "decoder_start_token_id": 2, **more}
-    if family == "OPT":
-        values |= {"ffn_dim": 16, "word_embed_proj_dim": 16}
-    if family == "GPT2":
-        values = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    if family in ("Bart", "LED"):
-        values = {
-            "vocab_size": VOCABULARY, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16,
-            "encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 16, **more,
-        }  # fmt: skip
-    return getattr(tf, f"{family}{head}")(getattr(tf, f"{family}Config")(**values)).eval()
+    return small(getattr(tf, f"{family}{head}"), **more).eval()
 
 
-_LED = {"max_encoder_position_embeddings": 32, "max_decoder_position_embeddings": 16, "attention_window": 4}
+_OPT = {"ffn_dim": 16, "word_embed_proj_dim": 16}
+
+
+def _led() -> nn.Module:
+    config = tf.LEDConfig(
+        vocab_size=40, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16,
+        encoder_attention_heads=2, decoder_attention_heads=2, max_encoder_position_embeddings=32,
+        max_decoder_position_embeddings=16, attention_window=4,
+    )  # fmt: skip
+    return tf.LEDModel(config).eval()
+
+
 POSITIONS: dict[str, tuple[Callable[[], nn.Module], str, int | None]] = {
     "bert": (bert, "input_ids", 16),
     "roberta": (lambda: _tiny("Roberta", pad_token_id=1), "input_ids", 14),  # counted from 2
-    "opt": (lambda: _tiny("OPT"), "input_ids", 16),
+    "opt": (lambda: _tiny("OPT", **_OPT), "input_ids", 16),
     "gpt2": (lambda: _tiny("GPT2"), "input_ids", 16),
     "gpt2, prompt tuning": (lambda: _with_prompt(_tiny("GPT2", "LMHeadModel")), "input_ids", 12),
     "gpt2, trained positions": (lambda: _with_wrapped_positions(_tiny("GPT2", "LMHeadModel")), "input_ids", 16),
-    "bart, sources": (lambda: _tiny("Bart", max_position_embeddings=16), "input_ids", 16),
-    "bart, targets": (lambda: _tiny("Bart", max_position_embeddings=16), "labels", 16),
-    "led, sources": (lambda: _tiny("LED", **_LED), "input_ids", 32),
-    "led, targets": (lambda: _tiny("LED", **_LED), "labels", 16),
+    "bart, sources": (lambda: _tiny("Bart"), "input_ids", 16),
+    "bart, targets": (lambda: _tiny("Bart"), "labels", 16),
+    "led, sources": (_led, "input_ids", 32),
+    "led, targets": (_led, "labels", 16),
     "llama": (lambda: _tiny("Llama"), "input_ids", None),
 }  # fmt: skip
 
@@ -84,7 +85,7 @@ def _check(dataset: Any, model: nn.Module) -> None:
 
 
 def test_long_targets_of_a_decoder_are_refused():
-    model = _tiny("Bart", "ForConditionalGeneration", max_position_embeddings=16)
+    model = _tiny("Bart", "ForConditionalGeneration")
     short, long = {"input_ids": [5] * 4, "labels": [5] * 16}, {"input_ids": [5] * 4, "labels": [5] * 17}
     _check([short], model)
     for dataset in ([short, long], datasets.Dataset.from_list([short, long])):

@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_dpopt import DPConfigError, DPTrainer, UnsupportedModuleError
 from tests import tiny
-from tests.refusals.base import BERT, NUM_RECORDS, bert, records
+from tests.refusals.base import NUM_RECORDS, bert, records, small
 
 
 @pytest.mark.parametrize("between", [False, True])
@@ -33,7 +33,7 @@ class LeakingForSequenceClassification(tf.BertForSequenceClassification):
 
 @pytest.mark.parametrize("skip_self_check", [False, True])
 def test_a_parameter_used_outside_its_layer(skip_self_check, arguments, refused_in_training):
-    model = LeakingForSequenceClassification(tf.BertConfig(**BERT))
+    model = small(LeakingForSequenceClassification)
     args = arguments(skip_self_check=skip_self_check, expected_batch_size=NUM_RECORDS)
     trainer = DPTrainer(model, args, train_dataset=records())
     mend = "outside the layers that own them.*bert.pooler.dense.weight.*Freeze them"
