@@ -11,7 +11,6 @@ import math
 import numpy as np
 import pytest
 from dp_accounting import get_epsilon_gaussian
-from scipy import stats
 
 from hf_dpopt.accounting import random_allocation
 from hf_dpopt.accounting.random_allocation import (
@@ -30,6 +29,7 @@ from hf_dpopt.accounting.random_allocation import (
 )
 from hf_dpopt.noise import BandedToeplitz, IdentityStrategy, NuDPFTRL
 from tests.reference.balls_in_bins import balls_in_bins_delta
+from tests.reference.gaussian_mixtures import gaussian_delta
 
 pytestmark = pytest.mark.slow
 
@@ -39,10 +39,6 @@ def deltas(ring, epsilon, tree):
     assert tree.fits(ring.num_bins)
     law = random_allocation.ratio_law(ring, tree, 1e-15, grid_step(ring.variance * ring.chains))
     return law.deltas(epsilon)
-
-
-def gaussian_delta(mu, epsilon):
-    return stats.norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * stats.norm.cdf(-mu / 2 - epsilon / mu)
 
 
 def brute_force(gram, epsilon, width=0.03, reach=8):

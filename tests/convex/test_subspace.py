@@ -18,6 +18,7 @@ from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from hf_dpopt.verify import verify
 from tests.convex.heads import K, M, N, begin, clipped, data, plain, run
 from tests.convex.heads import in_subspace as config
+from tests.reference.gaussian_mixtures import gaussian_delta
 
 ALPHA = 1e-6  # false alarms, whatever the key
 
@@ -322,18 +323,14 @@ def test_what_is_done_with_releases_looks_at_no_record(adagrad):
 # --- what it costs ---
 
 
-def gaussian_delta(epsilon, mu):
-    return stats.norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * stats.norm.cdf(-mu / 2 - epsilon / mu)
-
-
 def test_epsilon_is_that_of_all_gaussian_releases():
     """Full batches: T Gaussian mechanisms are one of sqrt(T) / z, whose delta is known in closed form."""
     plan = make_subspace_plan(config(num_steps=25, noise_multiplier=5.0), num_examples=N)
-    assert gaussian_delta(plan.epsilon(), math.sqrt(25) / 5.0) == pytest.approx(1e-5, rel=1e-6)
-    assert gaussian_delta(plan.epsilon(2), math.sqrt(50) / 5.0) == pytest.approx(1e-5, rel=1e-6)
+    assert gaussian_delta(math.sqrt(25) / 5.0, plan.epsilon()) == pytest.approx(1e-5, rel=1e-6)
+    assert gaussian_delta(math.sqrt(50) / 5.0, plan.epsilon(2)) == pytest.approx(1e-5, rel=1e-6)
     asked = make_subspace_plan(config(noise_multiplier=None, target_epsilon=2.0, num_steps=100), num_examples=N)
     assert 2.0 * (1 - 1e-6) < asked.epsilon() <= 2.0
-    assert gaussian_delta(2.0, 10 / asked.noise_multiplier) == pytest.approx(1e-5, rel=1e-4)
+    assert gaussian_delta(10 / asked.noise_multiplier, 2.0) == pytest.approx(1e-5, rel=1e-4)
     off = make_subspace_plan(config(noise_multiplier=0.0), num_examples=N)
     assert math.isinf(off.epsilon()) and not off.is_private and off.public_dict()["epsilon"] is None
 
@@ -349,7 +346,7 @@ def test_epsilon_of_a_clean_matrix_is_that_of_both_queries_of_every_step():
             mu_squared += (longest * t**-envelope / (stddev / scale)) ** 2
             moved = math.sqrt(2 * sum((longest * s**-envelope) ** 2 for s in range(1, t + 1)))
             mu_squared += (moved / (stddev / matrix_scale)) ** 2
-        assert gaussian_delta(plan.epsilon(), math.sqrt(mu_squared)) == pytest.approx(1e-5, rel=1e-6)
+        assert gaussian_delta(math.sqrt(mu_squared), plan.epsilon()) == pytest.approx(1e-5, rel=1e-6)
         same = make_subspace_plan(config(), num_examples=N)
         assert plan.epsilon() == same.epsilon()  # the share is a share: nothing is added
 

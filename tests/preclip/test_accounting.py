@@ -22,6 +22,7 @@ from hf_dpopt.run.ledger import LEDGER
 from hf_dpopt.run.stages import Stages
 from tests.preclip.loop import CLIP_SGD, EXPECTED, NUM_RECORDS, Loop, plan
 from tests.preclip.loop import model as loop_model
+from tests.reference.gaussian_mixtures import gaussian_delta
 
 
 @pytest.mark.parametrize("name", ["dp2_rmsprop", "dp2_adagrad", "dp2_yogi"])
@@ -67,11 +68,7 @@ def test_every_step_of_algorithm_2_pays_for_two_queries_and_epsilon_is_that_of_t
     rho = num_steps / sigma**2
     mu = math.sqrt(2 * rho)  # of the one Gaussian mechanism that all releases together are
 
-    def delta(epsilon: float) -> float:
-        a, b = mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu
-        return scipy.stats.norm.cdf(a) - math.exp(epsilon) * scipy.stats.norm.cdf(b)
-
-    exact = scipy.optimize.brentq(lambda e: delta(e) - made.delta, 1e-6, 50)
+    exact = scipy.optimize.brentq(lambda epsilon: gaussian_delta(mu, epsilon) - made.delta, 1e-6, 50)
     assert made.epsilon() == pytest.approx(exact, rel=1e-3) and made.epsilon() >= exact * (1 - 1e-9)
 
 

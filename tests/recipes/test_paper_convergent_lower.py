@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import optimize, stats
+from scipy import optimize
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.convex.head_plan import HeadConfig, make_head_plan
@@ -21,6 +21,7 @@ from recipes.paper.convergent.lower_bound import (
 )
 from recipes.paper.convergent.lower_bound_plot import HEAD, head_bounds, plot
 from tests.reference import random_walk
+from tests.reference.gaussian_mixtures import gaussian_delta
 
 pytestmark = pytest.mark.slow
 
@@ -84,15 +85,7 @@ def test_one_step_of_everyone_is_the_gaussian_mechanism():
     """The exact profile of a Gaussian mechanism, whose best events are thresholds."""
     setting = run(noise=1.5, diameter=1e6, num_steps=1, num_examples=50, expected_batch_size=50, smoothness=0.1)
 
-    def excess(epsilon):
-        mean = 1 / 1.5
-        return (
-            stats.norm.cdf(mean / 2 - epsilon / mean)
-            - math.exp(epsilon) * stats.norm.cdf(-mean / 2 - epsilon / mean)
-            - DELTA
-        )
-
-    exact = optimize.brentq(excess, 0, 20)
+    exact = optimize.brentq(lambda epsilon: gaussian_delta(1 / 1.5, epsilon) - DELTA, 0, 20)
     found = last_iterate_lower_epsilon(setting, DELTA)
     assert found <= exact and found == pytest.approx(exact, rel=1e-3)
 

@@ -46,3 +46,8 @@ def epsilon_at(delta: float, p: Mixture, q: Mixture, stddev: float) -> float:
     if delta_at(0.0, p, q, stddev) <= delta:
         return 0.0
     return optimize.brentq(lambda e: delta_at(e, p, q, stddev) - delta, 0.0, 200.0, xtol=1e-7)
+
+
+def gaussian_delta(mu: float, epsilon: float) -> float:
+    """Delta of a Gaussian mechanism whose sensitivity is mu standard deviations (Balle & Wang 2018, Theorem 8)."""
+    return float(stats.norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * stats.norm.cdf(-mu / 2 - epsilon / mu))
