@@ -14,7 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes import clm
-from recipes.clm import parse
 from recipes.embedded import build, corpus
 from recipes.embedded.corpus import Corpus
 from tests.recipes.texts import DOCUMENTS, PAIRS, words
@@ -42,17 +41,6 @@ TINY = {"max_steps": "2", "expected_batch_size": "8", "per_device_eval_batch_siz
 def arguments(model: str, kind: str = "csv", **changes: str | None) -> list[str]:
     return words({"model_name_or_path": model, "train_file": f"train.{kind}", "validation_file": f"dev.{kind}",
                   "target_epsilon": "8", **TINY, **changes})  # fmt: skip
-
-
-# --- flags -----------------------------------------------------------------------------------------------------------
-
-
-def test_no_arguments_are_the_embedded_job(files: Path) -> None:
-    model_args, data_args, training_args = parse([])
-    assert data_args.embedded and model_args.model_name_or_path is None
-    assert (training_args.target_epsilon, training_args.target_delta) == (8.0, 1e-5)
-    assert training_args.do_train and training_args.do_eval and training_args.eval_on_start
-    assert not (files / "runs").exists()
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
-"""Unknown flags are refused before the libraries are imported."""
+"""Unknown flags are refused before the libraries are imported; without flags, a recipe is the embedded job."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -44,3 +46,23 @@ def test_an_unknown_flag_is_refused_before_torch_is_imported(recipe: str) -> Non
     assert done.returncode == 2
     assert errors == ["error: --lora_rank is not a flag. Did you mean --lora_r? --help lists all flags."]
     assert not any(line.endswith(" torch") for line in done.stderr.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "own"),
+    [(glue, {"target_epsilon": 8.0}), (clm, {"target_epsilon": 8.0, "eval_on_start": True}), (linear_probe, {})],
+)
+def test_no_arguments_are_the_embedded_job(
+    recipe: ModuleType, own: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model_args, data_args, training_args = recipe.parse([])
+    assert data_args.embedded and model_args.model_name_or_path is None
+    job = {"target_delta": 1e-5, "do_train": True, "do_eval": True, "do_predict": False, "eval_data_privacy": "public"}
+    assert {name: getattr(training_args, name) for name in job | own} == job | own
+    assert training_args.output_dir.startswith("runs/embedded-") and not list(tmp_path.iterdir())
+
+
+def test_the_embedded_head_takes_the_steps_of_its_job() -> None:
+    given = linear_probe.parse([])[2].head_config(30_000)
+    assert given.num_steps == linear_probe.EMBEDDED["max_steps"]

@@ -56,16 +56,6 @@ def arguments(model: str, **changes: str | None) -> list[str]:
 # --- flags -----------------------------------------------------------------------------------------------------------
 
 
-def test_no_arguments_are_the_embedded_job(files: Path) -> None:
-    model_args, data_args, training_args = parse([])
-    assert data_args.embedded and model_args.model_name_or_path is None
-    assert (training_args.target_epsilon, training_args.target_delta) == (8.0, 1e-5)
-    assert training_args.do_train and training_args.do_eval and not training_args.do_predict
-    assert training_args.eval_data_privacy == "public"
-    assert training_args.output_dir.startswith("runs/embedded-")
-    assert list(files.glob("runs")) == []
-
-
 def test_run_glue_defaults_hold_with_data_of_ones_own(model_dir: str) -> None:
     _, data_args, training_args = parse(
         ["--model_name_or_path", model_dir, "--task_name", "SST-2", "--target_epsilon", "3"]

@@ -108,8 +108,3 @@ def test_a_head_is_trained_in_the_subspace_of_a_public_file(
     classify = pipeline("text-classification", model=str(files / "out"), device="cpu")
     found = [answer["label"] for answer in classify(TEXTS[:20])]
     assert sum(label == ("good" if i % 2 == 0 else "bad") for i, label in enumerate(found)) > 15
-
-
-def test_no_arguments_are_the_embedded_job(files: Path) -> None:
-    _, data_args, training_args = linear_probe.parse([])
-    assert data_args.embedded and training_args.head_config(30_000).num_steps == linear_probe.EMBEDDED["max_steps"]

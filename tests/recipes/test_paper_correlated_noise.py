@@ -96,15 +96,23 @@ def test_table_1_has_the_rates():
     assert row["sgd_over_rate"] == pytest.approx(sgd / 0.08, rel=1e-6)
 
 
-def test_label_noise_is_that_of_the_recursion_of_second_moments():
-    """Gradients ``xi x`` with xi of variance 1: ``eta^2 H`` a step, without private noise."""
+@pytest.mark.parametrize("noise", ["private", "labels"])
+def test_the_excess_loss_is_that_of_the_recursion_of_second_moments(noise):
+    """Independent noise: the covariance has an exact recursion (Isserlis), run until it stands still.
+
+    Noise of labels makes gradients ``xi x`` with xi of variance 1: ``eta^2 H`` a step, without private noise.
+    """
     eigenvalues, eta = np.array([1.0, 0.5, 0.2]), 0.3
     h, moment = np.diag(eigenvalues), np.zeros((3, 3))
+    added, found = {
+        "private": (np.eye(3), exact.regression_sgd(eigenvalues, eta)),
+        "labels": (h, exact.excess_loss(exact.noise_gains_labels(eigenvalues, eta), eigenvalues, eta)),
+    }[noise]
     for _ in range(2000):
-        sampled = 2 * h @ moment @ h + np.trace(h @ moment) * h
-        moment = moment - eta * (h @ moment + moment @ h) + eta**2 * (sampled + h)
-    gains = exact.noise_gains_labels(eigenvalues, eta)
-    assert exact.excess_loss(gains, eigenvalues, eta) == pytest.approx(0.5 * np.trace(h @ moment), rel=1e-9)
+        sampled = 2 * h @ moment @ h + np.trace(h @ moment) * h  # E x x^T M x x^T
+        moment = moment - eta * (h @ moment + moment @ h) + eta**2 * (sampled + added)
+    assert found == pytest.approx(0.5 * np.trace(h @ moment), rel=1e-9)
+    assert exact.regression_sgd(eigenvalues, eta, linearised=True) < 0.8 * exact.regression_sgd(eigenvalues, eta)
 
 
 GAMMA_SQUARED = {0.1: 1.45184, 0.01: 2.13688, 1e-3: 2.86199, 1e-4: 3.59381}
@@ -139,17 +147,6 @@ def test_the_gains_are_sums_of_squares():
             slow = [squared * energy(coefs, curvature, eta) for curvature in eigenvalues]
             np.testing.assert_allclose(gains(eigenvalues, eta, nu), slow, rtol=1e-8)
     np.testing.assert_allclose(exact.noise_gains_sgd(eigenvalues, eta), exact.noise_gains_nu(eigenvalues, eta, 1.0))
-
-
-def test_the_excess_loss_is_that_of_the_recursion_of_second_moments():
-    """Independent noise: the covariance has an exact recursion (Isserlis), run until it stands still."""
-    eigenvalues, eta = np.array([1.0, 0.5, 0.2]), 0.3
-    h, moment = np.diag(eigenvalues), np.zeros((3, 3))
-    for _ in range(2000):
-        sampled = 2 * h @ moment @ h + np.trace(h @ moment) * h  # E x x^T M x x^T
-        moment = moment - eta * (h @ moment + moment @ h) + eta**2 * (sampled + np.eye(3))
-    assert exact.regression_sgd(eigenvalues, eta) == pytest.approx(0.5 * np.trace(h @ moment), rel=1e-9)
-    assert exact.regression_sgd(eigenvalues, eta, linearised=True) < 0.8 * exact.regression_sgd(eigenvalues, eta)
 
 
 def test_figure_2_has_the_slopes():

@@ -19,8 +19,8 @@ def load(name: str) -> dict:
     return json.loads((DOCS / "reproductions" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def table(heading: str, number: int = 0) -> dict[tuple[str, str], str]:
-    """Cells of a table below a heading: (first cell of the row, name of the column) -> text."""
+def table(heading: str, number: int = 0, named_by: int = 1) -> dict[tuple[str, str], str]:
+    """Cells of a table below a heading: (first cells of the row, name of the column) -> text."""
     section = PAGE.partition(f"\n{heading}\n")[2]
     assert section, heading
     section = section.partition("\n## ")[0].partition("\n# ")[0]
@@ -32,7 +32,10 @@ def table(heading: str, number: int = 0) -> dict[tuple[str, str], str]:
             blocks.append(lines)
             lines = []
     names, _, *rows = blocks[number]
-    return {(row[0], name): cell for row in rows for name, cell in zip(names[1:], row[1:], strict=True) if cell}
+    return {
+        (", ".join(row[:named_by]), name): cell
+        for row in rows for name, cell in zip(names[named_by:], row[named_by:], strict=True) if cell
+    }  # fmt: skip
 
 
 def signed(mean: float, half: float) -> str:
@@ -179,7 +182,7 @@ STACKEXCHANGE = {
 def test_posts_of_stack_exchange():
     rows = load("dp2_stackexchange")["rows"]
     heading = "### Posts of Stack Exchange, for the paper's tags"
-    paper, small = table(heading), small_bias(heading)
+    paper, small = table(heading), table(heading, 1, named_by=2)
     checked = 0
     for row in rows:
         gain = "" if row["method"] == "DP-SGD" else f" ({signed(*row['over DP-SGD'])})"
@@ -191,18 +194,6 @@ def test_posts_of_stack_exchange():
             checked += 1
         elif row["features"] == "frequencies, small bias":
             name = {"DP2-RMSProp": "DP^2-RMSProp"}.get(row["method"], row["method"])
-            assert plain(small[f"{row['epsilon']:g}"][name]) == shown, row
+            assert plain(small[f"0.1, {row['epsilon']:g}", name]) == shown, row
             checked += 1
-    assert checked == len(paper) + 4 * len(small)
-
-
-def small_bias(heading: str) -> dict[str, dict[str, str]]:
-    """Epsilon -> method -> cell of the table with the small bias."""
-    section = PAGE.partition(f"\n{heading}\n")[2].partition("\n### ")[0]
-    lines = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:5] == "| 0.1"
-    ]
-    return {
-        epsilon: dict(zip(("DP-SGD", "DP-Adam", "DP^2-RMSProp", "one query"), row, strict=True))
-        for _, epsilon, *row in lines
-    }
+    assert checked == len(paper) + len(small)
