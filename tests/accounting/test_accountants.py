@@ -139,19 +139,21 @@ def test_a_cap_seven_deviations_up_is_free(cap, adjacency, value):
     assert ours == pytest.approx(exact_analysis.get_epsilon(DELTA), rel=1e-3)
 
 
+def exact_epsilon(delta: float, adjacency: str, noise: float, num_others: int, rate: float, cap: int) -> float:
+    """All batches enumerated. The record pulls one way, and the others, which it displaces, the other."""
+    others = [-1.0] * num_others
+    neighbours = {"add_or_remove_one": others, "zero_out": [*others, 0.0], "replace_one": [*others, -1.0]}
+    sums = [gaussian_mixtures.poisson_sum(values, rate, cap) for values in ([*others, 1.0], neighbours[adjacency])]
+    return gaussian_mixtures.epsilon_at(delta, *sums, noise)
+
+
 @pytest.mark.slow_but(8)
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 @pytest.mark.parametrize("noise", [0.5, 1.5])
 @pytest.mark.parametrize("num_others, rate, cap", [(4, 0.5, 2), (4, 0.5, 3), (3, 0.9, 3), (1, 0.95, 1)])
 def test_truncation_is_charged(adjacency, noise, num_others, rate, cap):
-    """All batches enumerated. The record pulls one way, and the others, which it displaces, the other."""
     delta = 0.01
-    others = [-1.0] * num_others
-    neighbours = {"add_or_remove_one": others, "zero_out": [*others, 0.0], "replace_one": [*others, -1.0]}
-    p = gaussian_mixtures.poisson_sum([*others, 1.0], rate, cap)
-    q = gaussian_mixtures.poisson_sum(neighbours[adjacency], rate, cap)
-    exact = gaussian_mixtures.epsilon_at(delta, p, q, noise)
-
+    exact = exact_epsilon(delta, adjacency, noise, num_others, rate, cap)
     ours = epsilon(TruncatedSubsampledGaussianDpEvent(num_others + 1, rate, cap, noise), delta, adjacency).epsilon
     assert ours >= exact
     if num_others == 1 and adjacency == "add_or_remove_one":  # here forgetting the truncation would be wrong
@@ -163,15 +165,11 @@ def test_truncation_is_charged(adjacency, noise, num_others, rate, cap):
 def test_the_short_cut_for_truncation_is_a_bound(adjacency, noise):
     """Poisson at delta minus the cost, against all batches of eight records."""
     rate, cap, delta = 0.25, 5, 0.02
-    others = [-1.0] * 7
-    neighbours = {"add_or_remove_one": others, "zero_out": [*others, 0.0], "replace_one": [*others, -1.0]}
-    p = gaussian_mixtures.poisson_sum([*others, 1.0], rate, cap)
-    q = gaussian_mixtures.poisson_sum(neighbours[adjacency], rate, cap)
     composition = events.flatten(TruncatedSubsampledGaussianDpEvent(8, rate, cap, noise))
     poisson, cost = events.split_truncation(composition)
     assert 1e-3 < cost < delta
-    assert accountants.pld_epsilon(poisson, delta - cost, adjacency) >= gaussian_mixtures.epsilon_at(
-        delta, p, q, noise
+    assert accountants.pld_epsilon(poisson, delta - cost, adjacency) >= exact_epsilon(
+        delta, adjacency, noise, 7, rate, cap
     )
 
 

@@ -64,15 +64,16 @@ def test_copies_that_are_trained_are_all_charged(tmp_path):
     assert ledger["spent"] == pytest.approx(truth) and len(ledger["runs"]) == 1, "copies share the log of the run"
 
 
-def test_a_run_whose_keys_are_gone_is_charged_again(tmp_path):
-    """Nothing proves that it is the run that was charged, and not a copy."""
-    out = tmp_path / "out"
-    train(out, stop=SAVED_AT)
+@pytest.mark.parametrize("is_charged", [True, False])
+def test_a_run_whose_keys_are_gone_is_charged_again(tmp_path, is_charged):
+    """Nothing proves that it is the run that was charged, and not a copy; where none was, it pays for all its steps."""
+    out, before = tmp_path / "out", (SAVED_AT, NUM_STEPS - SAVED_AT)
+    train(out, stop=SAVED_AT, **{} if is_charged else {"privacy_ledger": None, "privacy_ledger_epsilon": None})
     shutil.rmtree(tmp_path / "private")
     made = train(out, resume=True)
     ledger = dataset_ledger(tmp_path)
-    truth = epsilon_of(made, ledger, (NUM_STEPS,), (SAVED_AT, NUM_STEPS - SAVED_AT))
-    assert len(ledger["runs"]) == 2 and ledger["spent"] == pytest.approx(truth)
+    truth = epsilon_of(made, ledger, *[(NUM_STEPS,)] * is_charged, before)
+    assert len(ledger["runs"]) == 1 + is_charged and ledger["spent"] == pytest.approx(truth)
 
 
 def test_the_id_of_a_run_that_was_charged_makes_nothing_cheaper(tmp_path):
@@ -86,17 +87,6 @@ def test_the_id_of_a_run_that_was_charged_makes_nothing_cheaper(tmp_path):
     made = train(out)
     ledger = dataset_ledger(tmp_path)
     assert ledger["spent"] == pytest.approx(epsilon_of(made, ledger, (NUM_STEPS,), (SAVED_AT, NUM_STEPS)))
-
-
-def test_a_run_that_was_not_charged_before_pays_for_all(tmp_path):
-    """Its steps from elsewhere came from the same people, and no entry has them."""
-    out = tmp_path / "out"
-    train(out, stop=SAVED_AT, privacy_ledger=None, privacy_ledger_epsilon=None)
-    shutil.rmtree(tmp_path / "private")
-    made = train(out, resume=True)
-    ledger = dataset_ledger(tmp_path)
-    truth = epsilon_of(made, ledger, (SAVED_AT, NUM_STEPS - SAVED_AT))
-    assert len(ledger["runs"]) == 1 and ledger["spent"] == pytest.approx(truth)
 
 
 def test_a_dataset_ledger_that_was_put_back_is_refused(tmp_path):

@@ -12,19 +12,15 @@ from torch import nn
 
 from hf_dpopt import clipped_gradient_sum
 from hf_dpopt.records.losses import RecordLosses
+from tests import tiny
 from tests.adversary import harness
 from tests.reference import clipping as reference
 
-NUM_RECORDS, NUM_CHOICES, VOCABULARY = 3, 4, 40
-_SMALL = dict(
-    vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-    max_position_embeddings=40, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=0,
-)  # fmt: skip
+NUM_RECORDS, NUM_CHOICES = 3, 4
 
 
 def _bert() -> nn.Module:
-    torch.manual_seed(0)
-    return tf.BertForMultipleChoice(tf.BertConfig(**_SMALL)).double()
+    return tiny.made(tf.BertForMultipleChoice).double()
 
 
 def _lora() -> nn.Module:
@@ -39,15 +35,15 @@ def _lora() -> nn.Module:
 MODELS = {
     "BERT": _bert,
     "LoRA": _lora,
-    "MPNet, a bias for the batch": lambda: tf.MPNetForMultipleChoice(tf.MPNetConfig(**_SMALL)).double(),
-    "ALBERT": lambda: tf.AlbertForMultipleChoice(tf.AlbertConfig(**_SMALL, embedding_size=8)).double(),
+    "MPNet, a bias for the batch": lambda: tiny.made(tf.MPNetForMultipleChoice).double(),
+    "ALBERT": lambda: tiny.made(tf.AlbertForMultipleChoice, embedding_size=8).double(),
 }
 
 
 def _records(num: int = NUM_RECORDS, num_choices: int = NUM_CHOICES) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(3)
     shape = (num, num_choices, 9)
-    ids = torch.randint(3, VOCABULARY, shape, generator=generator)
+    ids = torch.randint(3, tiny.VOCABULARY, shape, generator=generator)
     mask = torch.arange(9) < torch.randint(3, 10, shape[:2], generator=generator).unsqueeze(-1)
     labels = torch.randint(0, num_choices, (num,), generator=generator)
     return [{"input_ids": ids[i] * mask[i], "attention_mask": mask[i].long(), "labels": labels[i]} for i in range(num)]
@@ -66,16 +62,15 @@ def test_the_clipped_sum_is_that_of_a_loop_over_records(model, engine):
 
 @pytest.mark.parametrize("num_choices", [1, 2, 5])
 def test_a_record_moves_a_step_by_its_clip_at_most(tmp_path, num_choices):
-    def make(output_dir, dataset, **changes):
-        return harness.trainer(
-            output_dir, dataset, model=_bert(), data_collator=tf.default_data_collator, clipping_norm=1.0, **changes
-        )
-
-    dataset = _records(6, num_choices)
-    harness.assert_kept(make, dataset, 2, tmp_path)
+    make = harness.making(_bert, data_collator=tf.default_data_collator, clipping_norm=1.0)
+    harness.assert_kept(make, _records(6, num_choices), 2, tmp_path)
 
 
 NUM, ODD = 200, 150  # the odd record lies where no sample before training looks
+
+
+def _making(**changes: Any) -> harness.Make:
+    return harness.making(_bert, data_collator=tf.DataCollatorForMultipleChoice(harness.words()), **changes)
 
 
 def _one_more_choice(num: int, odd: int) -> list[dict[str, Any]]:
@@ -92,24 +87,15 @@ def _one_more_choice(num: int, odd: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("record", [ODD, 7])
 def test_the_first_record_does_not_decide_how_many_choices_the_others_have(tmp_path, record):
     """The collator of transformers takes the number of choices from the first record, and regroups those of the rest."""
-
-    def make(output_dir, dataset, **changes):
-        collate = tf.DataCollatorForMultipleChoice(harness.words())
-        return harness.trainer(output_dir, dataset, model=_bert(), data_collator=collate, clipping_norm=1.0, **changes)
-
-    ratio = harness.influence(make, _one_more_choice(NUM, ODD), record, tmp_path, drawn=[ODD, 7, 3, 8, 9])
+    ratio = harness.influence(
+        _making(clipping_norm=1.0), _one_more_choice(NUM, ODD), record, tmp_path, drawn=[ODD, 7, 3, 8, 9]
+    )
     assert 1e-3 < ratio <= 1 + harness.SLACK
 
 
 def test_a_user_one_of_whose_records_has_more_choices(tmp_path):
     rows = [{**row, "author": i // 4} for i, row in enumerate(_one_more_choice(NUM, ODD))]
-
-    def make(output_dir, dataset, **changes):
-        return harness.trainer(
-            output_dir, dataset, model=_bert(), data_collator=tf.DataCollatorForMultipleChoice(harness.words()),
-            privacy_unit="user", user_id_column="author", records_per_user=4, **changes,
-        )  # fmt: skip
-
+    make = _making(privacy_unit="user", user_id_column="author", records_per_user=4)
     users = [ODD // 4, 0, 1, 2]
     ratio = harness.influence(make, rows, ODD // 4, tmp_path, drawn=users)
     assert 1e-3 < ratio <= 1 + harness.SLACK
@@ -128,12 +114,5 @@ def test_a_label_that_is_no_choice_reaches_no_forward(tmp_path, label, monkeypat
     monkeypatch.setattr(
         RecordLosses, "__call__", lambda self, batch: seen.append(batch["labels"]) or losses(self, batch)
     )
-
-    def make(output_dir, dataset, **changes):
-        collate = tf.DataCollatorForMultipleChoice(harness.words())
-        return harness.trainer(
-            output_dir, dataset, model=_bert(), data_collator=collate, skip_self_check=True, **changes
-        )
-
-    harness.assert_adds_nothing(make, rows, ODD, tmp_path, drawn=[ODD, 7, 3])
+    harness.assert_adds_nothing(_making(skip_self_check=True), rows, ODD, tmp_path, drawn=[ODD, 7, 3])
     assert seen and all(bool(((labels >= 0) & (labels < 3)).all()) for labels in seen)

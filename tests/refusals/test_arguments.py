@@ -72,31 +72,25 @@ def test_arguments(case, arguments, refused):
         DPTrainer(model, args, train_dataset=dataset)
 
 
+FSDP_1 = "FSDP version 1 flattens.*Use FSDP2"  # before accelerate fails on a machine without accelerators
 ENVIRONMENT = {
-    "fp16": ("ACCELERATE_MIXED_PRECISION", "fp16", "mixed precision is fp16.*ACCELERATE_MIXED_PRECISION"),
-    "fp8": ("ACCELERATE_MIXED_PRECISION", "fp8", "mixed precision is fp8.*ACCELERATE_MIXED_PRECISION"),
-    "dynamo": ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "ACCELERATE_DYNAMO_BACKEND=inductor.*Unset it"),
-    "wandb gradients": ("WANDB_WATCH", "gradients", "WANDB_WATCH.*Unset it"),
-    "wandb all": ("WANDB_WATCH", "all", "WANDB_WATCH.*Unset it"),
+    "fp16": ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "mixed precision is fp16.*ACCELERATE_MIXED_PRECISION"),
+    "fp8": ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "mixed precision is fp8.*ACCELERATE_MIXED_PRECISION"),
+    "dynamo": ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "ACCELERATE_DYNAMO_BACKEND=inductor.*Unset it"),
+    "wandb gradients": ({"WANDB_WATCH": "gradients"}, "WANDB_WATCH.*Unset it"),
+    "wandb all": ({"WANDB_WATCH": "all"}, "WANDB_WATCH.*Unset it"),
+    "fsdp of a launcher": ({"ACCELERATE_USE_FSDP": "true"}, FSDP_1),
+    "fsdp 1 of a launcher": ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, FSDP_1),
 }
 
 
 @pytest.mark.parametrize("case", ENVIRONMENT)
 def test_environment(case, arguments, refused, monkeypatch):
-    variable, value, mend = ENVIRONMENT[case]
-    monkeypatch.setenv(variable, value)
-    args, model, dataset = arguments(), bert(), records()
-    with refused(mend):
-        DPTrainer(model, args, train_dataset=dataset)
-
-
-@pytest.mark.parametrize("version", [{}, {"FSDP_VERSION": "1"}])
-def test_fsdp_1_of_a_launcher(version, arguments, refused, monkeypatch):
-    """It is refused before accelerate fails on a machine without accelerators."""
-    for variable, value in {"ACCELERATE_USE_FSDP": "true", **version}.items():
+    variables, mend = ENVIRONMENT[case]
+    for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
     args, model, dataset = arguments(), bert(), records()
-    with refused("FSDP version 1 flattens.*Use FSDP2"):
+    with refused(mend):
         DPTrainer(model, args, train_dataset=dataset)
 
 
