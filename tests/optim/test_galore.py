@@ -26,19 +26,19 @@ SHAPES = [(6, 11), (11, 6), (7, 7), (3, 20), (9,), (4, 4, 4)]  # the first three
 def test_large_matrices_move_in_the_subspace_and_the_rest_as_adam(filter_beta, inner):
     weights, gradients = weights_and_gradients(torch.float64, SHAPES)
     before = [w.detach().clone() for w in weights]
-    noise, options = StepNoise(VARIANCES), dict(betas=(0.8, 0.95), eps=1e-3)
+    options = dict(betas=(0.8, 0.95), eps=1e-3)
     low_pass = None if filter_beta is None else ExponentialAverage(filter_beta, torch.float64)
     in_subspace = dict(rank=RANK, refresh_every=5, scale=0.5)
     optimizer = DPGaLore(
         [{"params": weights[::2], "weight_decay": 0.3}, {"params": weights[1::2]}],
         lr=9.0,
         inner=inner,
-        noise=noise if inner == "adam_bc" else None,
+        noise=StepNoise(VARIANCES) if inner == "adam_bc" else None,
         filter=low_pass,
         **in_subspace,
         **options,
     )
-    train(optimizer, weights, gradients, noise=noise)
+    train(optimizer, weights, gradients)
     if inner == "adam_bc":
         options["variances"] = VARIANCES
     for i, (w, start, of_w) in enumerate(zip(weights, before, gradients, strict=True)):

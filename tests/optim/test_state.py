@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_dpopt.optim import OPTIMIZERS, DPAdaGrad, DPAdamBC, DPAdamW, DPRMSProp, NoiseAwareOptimizer
 from hf_dpopt.optim.galore import DPGaLore
-from tests.optim.test_adam import LRS, NUM_STEPS, VARIANCES
+from tests.optim.test_adam import NUM_STEPS, VARIANCES, step, two_groups
 from tests.reference.optim import ExponentialAverage, StepNoise
 
 SHAPES = [(6, 11), (11, 6), (9,)]
@@ -40,22 +40,12 @@ def make(case, stored, weights):
     cls, options = CASES[case]
     dtype = FILTERS[stored]
     low_pass = None if dtype is None else ExponentialAverage(0.6, dtype)
-    groups = [{"params": weights[:1], "weight_decay": 0.3}, {"params": weights[1:], "weight_decay": 0.0}]
-    return cls(groups, lr=0.1, noise=StepNoise(VARIANCES), filter=low_pass, **options)
+    return cls(two_groups(weights), lr=0.1, noise=StepNoise(VARIANCES), filter=low_pass, **options)
 
 
 def fresh(case, stored, dtype=torch.float32):
     weights = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in SHAPES]
     return weights, make(case, stored, weights)
-
-
-def step(optimizer, weights, gradients, t):
-    for group in optimizer.param_groups:
-        group["lr"] = LRS[t]
-    for w, of_w in zip(weights, gradients, strict=True):
-        w.grad = of_w[t].clone()
-    optimizer.noise.step = t
-    optimizer.step()
 
 
 def through_a_file(state):

@@ -73,7 +73,10 @@ def adam(w, gradients, *, lrs, weight_decay=0.0, variances=None, filter_beta=Non
     return w
 
 
-def rmsprop(w, gradients, *, lrs, alpha, eps, weight_decay=0.0, variances=None, variance_floor=None, filter_beta=None):
+def rmsprop(
+    w, gradients, *, lrs, eps, alpha=1.0, weight_decay=0.0, variances=None, variance_floor=None, filter_beta=None
+):
+    """With alpha 1 it is AdaGrad, whose squares are summed and not averaged."""
     w, gradients, squares = w.double(), [g.double() for g in gradients], []
     for t, lr in enumerate(lrs, start=1):
         decay = weight_decay * w
@@ -81,38 +84,13 @@ def rmsprop(w, gradients, *, lrs, alpha, eps, weight_decay=0.0, variances=None, 
         numerator = gradients[t - 1]
         if filter_beta is not None:
             numerator = _weighted(average_weights(filter_beta, t), gradients[:t])
-        weights = average_weights(alpha, t) * (1 - alpha**t)  # no bias correction
+        shares = average_weights(alpha, t)
+        weights = shares * (t if alpha == 1 else 1 - alpha**t)  # no bias correction
         v = _weighted(weights, squares)
         if variances is not None:
             u = _weighted(weights, variances[:t])
-            spread = (2 * (average_weights(alpha, t) ** 2).sum().item()) ** 0.5
+            spread = (2 * (shares**2).sum().item()) ** 0.5
             v = (v - u).clamp(min=u * spread if variance_floor is None else variance_floor)
-        w = w - lr * (numerator + decay) / (v.sqrt() + eps)
-    return w
-
-
-def adagrad(
-    w,
-    gradients,
-    *,
-    lrs,
-    eps,
-    weight_decay=0.0,
-    variances=None,
-    variance_floor=None,
-    filter_beta=None,
-):
-    w, gradients, squares = w.double(), [g.double() for g in gradients], []
-    for t, lr in enumerate(lrs, start=1):
-        decay = weight_decay * w
-        squares.append((gradients[t - 1] + decay) ** 2)
-        numerator = gradients[t - 1]
-        if filter_beta is not None:
-            numerator = _weighted(average_weights(filter_beta, t), gradients[:t])
-        v = sum(squares)
-        if variances is not None:
-            u = sum(variances[:t])
-            v = (v - u).clamp(min=u * (2 / t) ** 0.5 if variance_floor is None else variance_floor)
         w = w - lr * (numerator + decay) / (v.sqrt() + eps)
     return w
 

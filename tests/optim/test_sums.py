@@ -1,4 +1,4 @@
-"""RMSProp and AdaGrad on released gradients, with and without the noise in their second moment."""
+"""Every optimizer as a sum over all released gradients, with and without the noise in its second moment."""
 
 from __future__ import annotations
 
@@ -14,34 +14,38 @@ from tests.optim.test_adam import LRS, VARIANCES, train, two_groups, weights_and
 from tests.reference import optim as reference
 from tests.reference.optim import ExponentialAverage, StepNoise
 
-CASES = [
-    (DPRMSProp, torch.optim.RMSprop, reference.rmsprop, {"alpha": 0.8, "eps": 1e-3}),
-    (DPAdaGrad, torch.optim.Adagrad, reference.adagrad, {"eps": 1e-3}),
-    (DPAdaGrad, torch.optim.Adagrad, reference.adagrad, {"eps": 1e-3}),
-]
+RMSPROP, ADAGRAD = {"alpha": 0.8, "eps": 1e-3}, {"eps": 1e-3}
+SUMS = [
+    (DPAdamW, reference.adam, {"betas": (0.8, 0.95), "eps": 1e-3}, False),
+    *((DPAdamBC, reference.adam, {"betas": (0.8, 0.95), "eps": 0.4, "variance_floor": floor}, True) for floor in (None, 0.0, 0.7)),
+    *(
+        (cls, reference.rmsprop, options | floor, is_unbiased)
+        for cls, options in ((DPRMSProp, RMSPROP), (DPAdaGrad, ADAGRAD))
+        for is_unbiased, floor in ((False, {}), (True, {}), (True, {"variance_floor": 0.4}))
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("cls, torchs, slow, options", CASES)
+@pytest.mark.parametrize("cls, slow, options, is_unbiased", SUMS)
 @pytest.mark.parametrize("filter_beta", [None, 0.6])
-@pytest.mark.parametrize("extra", [{}, {"unbiased": True}, {"unbiased": True, "variance_floor": 0.4}])
-def test_it_is_the_sum_over_all_gradients(cls, torchs, slow, options, extra, filter_beta):
+def test_it_is_the_sum_over_all_gradients(cls, slow, options, is_unbiased, filter_beta):
     weights, gradients = weights_and_gradients(torch.float64)
     before = [w.detach().clone() for w in weights]
-    noise = StepNoise(VARIANCES)
     low_pass = None if filter_beta is None else ExponentialAverage(filter_beta, torch.float64)
-    optimizer = cls(two_groups(weights), lr=9.0, noise=noise, filter=low_pass, **options, **extra)
-    train(optimizer, weights, gradients, noise=noise)
-    options = {**options, "variance_floor": extra.get("variance_floor"), "filter_beta": filter_beta}
-    if extra:
-        options["variances"] = VARIANCES
+    switch = {"unbiased": is_unbiased} if slow is reference.rmsprop else {}
+    optimizer = cls(two_groups(weights), lr=9.0, noise=StepNoise(VARIANCES), filter=low_pass, **options, **switch)
+    train(optimizer, weights, gradients)
+    known = VARIANCES if is_unbiased else None
     for w, start, of_w, decay in zip(weights, before, gradients, [0.3, 0.0, 0.0], strict=True):
-        expected = slow(start, of_w, lrs=LRS, weight_decay=decay, **options)
+        expected = slow(start, of_w, lrs=LRS, weight_decay=decay, variances=known, filter_beta=filter_beta, **options)
         torch.testing.assert_close(w.detach(), expected, rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("cls, torchs, slow, options", CASES)
+@pytest.mark.parametrize(
+    "cls, torchs, options", [(DPRMSProp, torch.optim.RMSprop, RMSPROP), (DPAdaGrad, torch.optim.Adagrad, ADAGRAD)]
+)
 @pytest.mark.parametrize("unbiased", [False, True])
-def test_without_noise_it_is_torchs_to_the_last_bit(cls, torchs, slow, options, unbiased):
+def test_without_noise_it_is_torchs_to_the_last_bit(cls, torchs, options, unbiased):
     weights, gradients = weights_and_gradients()
     gradients[1][3] = gradients[1][4] = None
     theirs = [nn.Parameter(w.detach().clone()) for w in weights]
