@@ -188,7 +188,7 @@ class AskingLoop(Loop):
         self.optimizer.step()
 
 
-def _moments(by_rows):
+def _moments():
     """Mean squared clipped gradients at the initial weights, by hand."""
     weights = [w.detach() for w in loop_model().parameters()]
     total = [torch.zeros_like(w) for w in weights]
@@ -204,7 +204,7 @@ def test_it_asks_for_the_second_moment_of_all_records_and_divides_by_its_root(tm
     spec = OneQuery(floor=1.5, by_rows=by_rows)
     loop = AskingLoop(tmp_path, _plan(spec=spec, noise_multiplier=0.0))
     loop.step(1)
-    weight, bias = _moments(by_rows)
+    weight, bias = _moments()
     rms = math.sqrt((weight.sum() + bias.sum()).item() / (weight.numel() + bias.numel()))
     inverse = loop.preclip.inverse()
     want_bias = 2.5 * rms / (bias.sqrt() + 1.5 * rms)

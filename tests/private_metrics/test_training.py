@@ -40,7 +40,7 @@ class Watched(Loop):
         self.run.release = kept
 
 
-def _noise_of_numbers(folder, monkeypatch=None, num_steps=40, **config):
+def _noise_of_numbers(folder, num_steps=40, **config):
     """Noise of the numbers in a run, in planned stddevs, (steps, K)."""
     plan = loop_plan(num_steps, **{**NUMBERS, "sampling": "poisson", "adjacency": "add_or_remove_one", **config})
     loop = Watched(folder, plan)

@@ -51,7 +51,7 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as folder:
             runs.make(name, Path(folder))
-            runs.keep(name, Path(folder) / "out", target)
+            runs.keep(Path(folder) / "out", target)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ RUNS: tuple[str, ...] = (*OPTIONS, "head")
 RELEASED = ("adapter_model.safetensors", "adapter_config.json")  # small enough to be kept
 
 
-def keep(name: str, out: Path, target: Path) -> None:
+def keep(out: Path, target: Path) -> None:
     """Copy what `verify` reads."""
     shutil.copytree(out / "privacy", target / "privacy", ignore=shutil.ignore_patterns("*.lock"))
     for file in RELEASED:
