@@ -112,7 +112,14 @@ def has_directory_fsync(directory: Path) -> bool:
 
 
 def write_durably(path: Path, content: bytes | memoryview, *, mode: int) -> None:
-    """Create ``path`` with ``content`` and permissions ``mode``; a crash leaves all of it or nothing.
+    """Create ``path`` with ``content`` and permissions ``mode``; see `writing_durably`."""
+    with writing_durably(path, mode=mode) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def writing_durably(path: Path, *, mode: int) -> Iterator[io.BufferedWriter]:
+    """Create ``path`` with permissions ``mode`` and what is written inside; a crash leaves all of it or nothing.
 
     The permissions are set at creation, so the content is at no time readable by more users than ``mode`` says. A link
     at ``path`` is replaced, never followed.
@@ -121,7 +128,7 @@ def write_durably(path: Path, content: bytes | memoryview, *, mode: int) -> None
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with naming(path), os.fdopen(descriptor, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

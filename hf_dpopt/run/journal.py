@@ -128,8 +128,8 @@ class Journal:
             fsync_directory(self.folder.parent)
         path = self.folder / f"{self.chain_id}-{step:09d}-{kind}{SUFFIX}"
         # the order of names tells the queries of a step apart
-        copies = {name: value.detach().to("cpu", copy=True) for name, value in (values or {}).items()}
-        write_state(path, {"entry": path.name, "base": base, "values": copies})
+        on_host = {name: _alone(value.detach().cpu()) for name, value in (values or {}).items()}
+        write_state(path, {"entry": path.name, "base": base, "values": on_host})
         self._sizes[path] = path.stat().st_size
         return path
 
@@ -189,6 +189,11 @@ class Journal:
         except Exception:  # of torch, for a file with a right checksum that no run wrote
             return None
         return entry if is_plain else None
+
+
+def _alone(value: torch.Tensor) -> torch.Tensor:
+    """A tensor with memory of its own: torch saves all of the memory that a tensor shares."""
+    return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
 
 def _is_plain(value: Any) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from hf_dpopt.common.checks import check_noise_key
-from hf_dpopt.common.durable import fsync_directory, has_directory_fsync, read_whole, write_durably
+from hf_dpopt.common.durable import fsync_directory, has_directory_fsync, read_whole, write_durably, writing_durably
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.randomness.source import KEY_BYTES, derive_key
 
@@ -251,15 +251,31 @@ def secrets_in(directory: Path) -> list[bytes]:
 # --- states in files: torch's own format, with a checksum behind it ---
 
 
+class _Hashed:
+    """A file that is written to and hashed in one pass, without a copy of the whole in memory."""
+
+    def __init__(self, file: io.BufferedWriter):
+        self._file, self.digest = file, hashlib.sha256()
+
+    def write(self, content: bytes) -> int:
+        self.digest.update(content)
+        return self._file.write(content)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
 def write_state(path: Path, state: dict[str, Any]) -> None:
     """Write a state in place of an older one, readable by its owner alone."""
-    content = io.BytesIO()
-    torch.save(state, content)
-    with content.getbuffer() as written:
-        checksum = hashlib.sha256(written).digest()
-    content.seek(0, io.SEEK_END)
-    content.write(checksum)
-    write_durably(path, content.getbuffer(), mode=0o600)
+    with writing_durably(path, mode=0o600) as file:
+        hashed = _Hashed(file)
+        try:
+            torch.save(state, hashed)  # type: ignore[arg-type]
+        except RuntimeError as error:  # torch then tells the place in its archive, not what the disk said
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+        file.write(hashed.digest.digest())
 
 
 def read_state(path: Path) -> dict[str, Any] | None:
