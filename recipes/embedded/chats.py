@@ -1,4 +1,4 @@
-"""Short conversations that every Python has, and SmolLM2 from its package: the embedded job of `recipes/sft.py`.
+"""Short conversations that every Python has, and SmolLM2 from its package: the embedded jobs of chat models.
 
 A question asks what a function of the standard library does; the answer is the first sentence of its docstring.
 """
@@ -43,6 +43,26 @@ def read_chats(stdlib: Path | None = None) -> dict[str, list[dict[str, Any]]]:
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         rows[split].append({"messages": messages})
     return rows
+
+
+def read_pairs() -> dict[str, list[dict[str, Any]]]:
+    """Return rows with `prompt`, `chosen` and `rejected`: the answer to a question, and one that breaks off."""
+    return {
+        split: [
+            {
+                "prompt": row["messages"][:1],
+                "chosen": row["messages"][1:],
+                "rejected": [{"role": "assistant", "content": _broken_off(row["messages"][1]["content"])}],
+            }
+            for row in rows
+        ]
+        for split, rows in read_chats().items()
+    }
+
+
+def _broken_off(answer: str) -> str:
+    words = answer.split()
+    return " ".join(words[: (len(words) + 1) // 2])
 
 
 def _described(path: Path) -> Iterator[tuple[str, str]]:

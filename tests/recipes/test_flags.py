@@ -38,7 +38,9 @@ def test_every_flag_of_the_chat_recipe_is_known() -> None:
     flags.refuse_unknown([flag for action in parser._actions for flag in action.option_strings])
 
 
-@pytest.mark.parametrize("recipe", ["canaries", "clm", "glue", "linear_probe", "seq2seq", "sft", "stackoverflow"])
+@pytest.mark.parametrize(
+    "recipe", ["canaries", "clm", "glue", "linear_probe", "preferences", "seq2seq", "sft", "stackoverflow"]
+)
 def test_an_unknown_flag_is_refused_before_torch_is_imported(recipe: str) -> None:
     command = [sys.executable, "-X", "importtime", f"recipes/{recipe}.py", "--lora-rank=8", "--max-steps", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
