@@ -52,7 +52,7 @@ JOBS: dict[str, tuple[Any, Any, Any]] = {  # configuration, private trainer, sto
 }
 LAYOUTS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
 EMBEDDED = sft.EMBEDDED | {
-    "max_train_samples": 1024, "gradient_checkpointing": False, "output_dir": "preferences",
+    "max_train_samples": 512, "lora_r": 2, "gradient_checkpointing": False, "output_dir": "preferences",
 }  # fmt: skip
 del EMBEDDED["completion_only_loss"]
 
