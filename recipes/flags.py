@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import importlib.util
+import re
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -19,6 +21,7 @@ CLASSES_OF_ARGUMENTS = (  # package, files
     ("transformers", "training_args*.py"),
     ("trl", "trainer/*_config.py"),
 )
+NAMES = re.compile("(Arguments|Options|_BaseConfig|(Model|SFT|DPO|Reward)Config)$")  # of classes of arguments
 
 
 def refuse_unknown(argv: list[str]) -> None:
@@ -26,7 +29,7 @@ def refuse_unknown(argv: list[str]) -> None:
 
     The parser of a recipe refuses what only another recipe has.
     """
-    known = {f"--{name}" for name in ("help", *_fields())}
+    known = {f"--{name}" for name in ("help", *fields())}
     given = (word.partition("=")[0].lstrip("-") for word in argv if word.startswith("--"))
     names = [f"--{name.replace('-', '_')}" for name in given if name]
     if unknown := [name for name in names if not {name, name.replace("--no_", "--", 1)} & known]:
@@ -36,12 +39,12 @@ def refuse_unknown(argv: list[str]) -> None:
 
 def unknown_flag(given: Collection[str], known: Collection[str]) -> DPConfigError:
     """The refusal of flags that are not among the known ones, with the nearest of those."""
-    close = {name: _nearest(name.split("=")[0], known) for name in given}
+    close = {name: nearest(name.split("=")[0], known) for name in given}
     said = (f"{name} is not a flag.{f' Did you mean {meant[0]}?' if meant else ''}" for name, meant in close.items())
     return DPConfigError(f"{' '.join(said)} --help lists all flags.")
 
 
-def _nearest(name: str, known: Collection[str]) -> list[str]:
+def nearest(name: str, known: Collection[str]) -> list[str]:
     """Return the flag that was meant, if any: --epsilon is --target_epsilon, and --lora_rank is --lora_r."""
     target = name.replace(word := name.lstrip("-"), f"target_{word}")
     shorter = max((flag for flag in known if "_" in flag and name.startswith(flag)), key=len, default=None)
@@ -50,14 +53,17 @@ def _nearest(name: str, known: Collection[str]) -> list[str]:
     return difflib.get_close_matches(name, known, 1, cutoff=0.75)
 
 
-def _fields() -> set[str]:
-    """Names of the annotated fields of all classes in the source files."""
-    found = set()
+@functools.cache
+def fields() -> dict[str, str]:
+    """Names of the fields of all classes of arguments, with the types that they have there."""
+    found: dict[str, str] = {}
     for package, pattern in CLASSES_OF_ARGUMENTS:
         spec = importlib.util.find_spec(package)
         folders = [] if spec is None else spec.submodule_search_locations or []
         for path in (path for folder in folders for path in Path(folder).glob(pattern)):
-            classes = (n for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.ClassDef))
-            fields = (n.target for one in classes for n in one.body if isinstance(n, ast.AnnAssign))
-            found |= {field.id for field in fields if isinstance(field, ast.Name)}
+            nodes = ast.walk(ast.parse(path.read_text("utf-8")))
+            classes = (node for node in nodes if isinstance(node, ast.ClassDef) and NAMES.search(node.name))
+            for field in (n for one in classes for n in one.body if isinstance(n, ast.AnnAssign)):
+                name, kind = ast.unparse(field.target), ast.unparse(field.annotation)
+                found[name] = f"{found.get(name, '')} {kind}"
     return found

@@ -67,6 +67,26 @@ def common(
     """Differentially private finetuning."""
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def train(
+    file: Annotated[Path | None, typer.Argument(help="A YAML file: `job`, and flags of its script.")] = None,
+    flags: Annotated[list[str] | None, typer.Argument(help="Flags that override the file; --help lists all.")] = None,
+    example: Annotated[str | None, typer.Option(help="Print a commented file, such as chat, to begin with.")] = None,
+) -> None:
+    """Train from one file. Paths in it are relative to the current folder.
+
+    hf-dpopt train --example chat > config.yaml; hf-dpopt train config.yaml --target_epsilon 3
+    """
+    from hf_dpopt.cli import train as training
+
+    if example is not None:
+        training.print_example(example)
+    elif file is not None:
+        training.train(file, flags or [])
+    else:
+        raise DPConfigError("`file`: missing. Name one; `hf-dpopt train --example chat > config.yaml` writes one.")
+
+
 @app.command()
 def demo(
     output_dir: Annotated[

@@ -24,7 +24,7 @@ from hf_dpopt.common.extras import EXTRAS
 tomllib = pytest.importorskip("tomllib", reason="reading pyproject.toml needs Python 3.11")
 
 # Import name -> distribution, where they differ.
-DISTRIBUTIONS = {"sklearn": "scikit-learn", "google": "protobuf"}
+DISTRIBUTIONS = {"sklearn": "scikit-learn", "google": "protobuf", "yaml": "pyyaml"}
 # Distributions that come with a declared one, by that one's own promise.
 BROUGHT_ALONG = {
     "huggingface-hub": "transformers",
@@ -143,11 +143,15 @@ def _build(source: Path, target: str, out: Path) -> None:
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(repo: Path, wheel: zipfile.ZipFile) -> None:
-    """Templates, too."""
+    """Templates and recipes, too; of these no reproductions of papers."""
     names = wheel.namelist()
     files = {file for file in (repo / "hf_dpopt").rglob("*") if file.is_file() and "__pycache__" not in file.parts}
     assert {file.suffix for file in files} == {".py", ".j2", ".typed"}
     assert {file.relative_to(repo).as_posix() for file in files} <= set(names)
+    recipes = [*(repo / "recipes").glob("*.py"), *(repo / "recipes/embedded").glob("*.py")]
+    recipes += (repo / "recipes/configs").glob("*.yaml")
+    assert {f"hf_dpopt/jobs/{file.relative_to(repo).as_posix()}" for file in recipes} <= set(names)
+    assert not any("/paper/" in name for name in names)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"hf_dpopt"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
