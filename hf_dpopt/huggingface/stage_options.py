@@ -53,13 +53,12 @@ def make_stages(
         gradients = public(1)
         assert gradients is not None  # `refusals.check_stages`
         chain.append(PublicMirrorDescent(gradients, num_steps=num_steps, schedule=args.public_mirror_descent))
+    average: IterateAverage | None = None
     match args.average_iterate:
         case "exponential":
             average = IterateAverage(model, "exponential", decay=decay_over(num_steps))
         case "uniform" | "tail":
             average = IterateAverage(model, start=num_steps // 2 if args.average_iterate == "tail" else 0)
-        case _:
-            average = None
     return Stages(run, engine, optimizer, [*chain, *postprocess], public=public(0), average=average)
 
 

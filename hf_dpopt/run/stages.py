@@ -57,7 +57,7 @@ class Stages:
         self.preclip = run.start_preclip(engine, public=public)
         self.engine = self.preclip.engine(engine)
         self.after_noise, self._average = tuple(after_noise), average
-        self._kept = [*self.after_noise, *filter(None, [average])]  # with a state in checkpoints
+        self._kept: list[Postprocess | IterateAverage] = [*self.after_noise, *filter(None, [average])]
         self._optimizer, self._spec = optimizer, run.plan.preclip.parameters()
         self._metrics = run.metrics
         for place, stage in enumerate(self.after_noise):
@@ -150,6 +150,7 @@ class Stages:
     def made_of(self) -> list[str]:
         """Maps of the gradients, of the weights, and the optimizer, with their public options."""
         inner = self._optimizer.filter if isinstance(self._optimizer, NoiseAwareOptimizer) else None
-        maps = [*self.after_noise, *filter(None, [inner, self._average])]
+        filters, averages = filter(None, [inner]), filter(None, [self._average])
+        maps: list[Postprocess | IterateAverage] = [*self.after_noise, *filters, *averages]
         described = [f"{type(stage).__name__} {stage.parameters() or ''}".strip() for stage in maps]
         return [*described, type(self._optimizer).__name__]
