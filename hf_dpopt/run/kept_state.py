@@ -25,7 +25,8 @@ from hf_dpopt.common.types import SPOILT
 LARGEST_COPY = 2**24  # bytes of a buffer that is kept as a copy for a whole training
 SMALL = 2**20  # bytes of a buffer that is compared every time
 BLOCK = 2**24  # bytes that are hashed at once
-WORDS = 2**22  # that are summed at once
+WORDS = 2**22  # that are summed at once; on a CPU, where the products should stay in the caches:
+CACHED_WORDS = 2**16
 EXTRA = "_extra_state"  # end of a name in a state dict
 CONFIGS = ("config", "generation_config")  # attributes of a model
 WRITTEN_BY_TRANSFORMERS = "problem_type"  # of a classifier, at its first loss; it depends on types and shapes alone
@@ -77,7 +78,7 @@ class KeptState:
                 entry.digest = digest
         self._extra = [(module, copy.deepcopy(module.get_extra_state())) for _, module in _with_extra(model)]
         self._added = _added(model)
-        self._configs = _configs_of(model) if has_caches else None
+        self._configs = copy.deepcopy(_configs_of(model)) if has_caches else None
 
     def release_trained(self) -> None:
         """Exclude trained parameters: the optimizer changes them."""
@@ -89,7 +90,7 @@ class KeptState:
         """Check inside the context that nothing writes to trained parameters, unless users train them locally."""
         named = {} if is_local else dict(self._model.named_parameters())
         self._marks = {name: _mark(p) for name, p in named.items() if p.requires_grad and not is_sharded(p)}
-        self._configs = _configs_of(self._model)
+        self._configs = copy.deepcopy(_configs_of(self._model))
         try:
             yield
             self.check(is_thorough=False)
@@ -119,8 +120,8 @@ class KeptState:
             give_back(self._model)
         now = self._find()
         known = {**now, **self._entries}
-        with ThreadPoolExecutor() as pool:
-            each = pool.map if is_thorough else map  # threads where there is much to hash
+        with ThreadPoolExecutor() if is_thorough else contextlib.nullcontext() as pool:
+            each = map if pool is None else pool.map  # threads where there is much to hash
             changes = each(lambda name: self._is_changed(name, now.get(name), is_thorough), known)
             names = [name for name, is_changed in zip(known, changes, strict=True) if is_changed]
         if not has_caches:
@@ -156,7 +157,10 @@ class KeptState:
         Args:
             is_thorough: whether to compare all contents; see `changed`.
         """
-        names, now = self.changed(is_thorough=is_thorough), self._find()
+        names = self.changed(is_thorough=is_thorough)
+        if not names:
+            return names
+        now = self._find()
         for name in names:
             was = self._entries.get(name)
             if name in self._marks:
@@ -176,9 +180,9 @@ class KeptState:
                 kept = {name: value for name, value in values.items() if name == WRITTEN_BY_TRANSFORMERS}
                 values.clear()
                 values.update(copy.deepcopy(self._configs[attribute]) | kept)
-        for module, value in self._extra if names else ():
+        for module, value in self._extra:
             module.set_extra_state(copy.deepcopy(value))
-        if names and (left := self._changed_added(is_thorough=is_thorough)):
+        if left := self._changed_added(is_thorough=is_thorough):
             setattr(self._model, SPOILT, left[0])
         return names
 
@@ -255,10 +259,10 @@ def kept_buffers(model: nn.Module) -> Iterator[KeptState]:
 
 
 def _configs_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """The values of a model's configurations, which are saved with it."""
+    """The values of a model's configurations, which are saved with it, themselves: copy what is to be kept."""
     found = {attribute: getattr(getattr(model, attribute, None), "__dict__", {}) for attribute in CONFIGS}
     return {
-        attribute: {name: copy.deepcopy(value) for name, value in values.items() if name != WRITTEN_BY_TRANSFORMERS}
+        attribute: {name: value for name, value in values.items() if name != WRITTEN_BY_TRANSFORMERS}
         for attribute, values in found.items()
     }
 
@@ -284,8 +288,9 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     words = _bytes(tensor)
     is_aligned = words.numel() % 4 == 0 and words.storage_offset() % 4 == 0
     words = words.view(torch.int32) if is_aligned else words.int()
-    odd = 2 * torch.arange(min(WORDS, words.numel()), dtype=torch.int32, device=words.device) + 1
-    blocks = enumerate(words.split(WORDS))
+    most = CACHED_WORDS if words.device.type == "cpu" else WORDS
+    odd = 2 * torch.arange(min(most, words.numel()), dtype=torch.int32, device=words.device) + 1
+    blocks = enumerate(words.split(most))
     return torch.stack([(block * odd[: len(block)]).sum() * (2 * i + 1) for i, block in blocks]).sum()
 
 
