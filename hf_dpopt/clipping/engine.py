@@ -167,7 +167,8 @@ class ClippingEngine(abc.ABC):
         Returns:
             Name -> tensor, float32 or wider; NaN if a loss is not finite.
         """
-        total = {name: torch.zeros_like(wide(p.detach())) for name, p in self.parameters.items()}
+        total: dict[str, torch.Tensor] = {}
+        is_finite = True
         for record_losses in parts:
             for p in self.parameters.values():
                 p.grad = None
@@ -177,10 +178,12 @@ class ClippingEngine(abc.ABC):
                     losses_B.sum().backward()
             for name, p in self.parameters.items():
                 if p.grad is not None:
-                    total[name] += p.grad
+                    total[name] = total[name].add_(p.grad) if name in total else wide(p.grad)
                     p.grad = None
-            if not bool(losses_B.detach().isfinite().all()):
-                next(iter(total.values())).fill_(torch.nan)  # of a loss that is no number no gradient is right
+            is_finite = is_finite and bool(losses_B.detach().isfinite().all())
+        total = {n: total[n] if n in total else torch.zeros_like(wide(p.detach())) for n, p in self.parameters.items()}
+        if not is_finite:
+            next(iter(total.values())).fill_(torch.nan)  # of a loss that is no number no gradient is right
         return total
 
     def _forward(self, record_losses: LossFunction, num_records: int, units: Units | None) -> torch.Tensor:

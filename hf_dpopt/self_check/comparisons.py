@@ -133,10 +133,11 @@ class Probe:
             for name, norm in self.norms(one).items():
                 squares[clipping.group(name)][b] += norm.square()
         factors = clipping.factors({group: torch.stack(squares_B) for group, squares_B in squares.items()})
-        return {
-            name: torch.stack([one[name] * factors[clipping.group(name)][b] for b, one in enumerate(alone)]).sum(0)
-            for name in alone[0]
-        }
+        total = {name: torch.zeros_like(g) for name, g in alone[0].items()}
+        for b, one in enumerate(alone):  # in place: copies of all records would take longer than the forwards
+            for name, g in one.items():
+                total[name].add_(g, alpha=float(factors[clipping.group(name)][b]))
+        return total
 
     def check_sum(
         self,
