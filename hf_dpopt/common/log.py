@@ -90,3 +90,25 @@ def hush_imports() -> None:
 
 def _is_ours(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith(_NOT_OURS[1])
+
+
+# TRL warns of a prompt that its chat template renders in two ways, and quotes it; the prompts are private.
+_QUOTES_A_PROMPT = "The tokenized prompt is not a prefix"
+
+
+def hide_prompts(module: str) -> None:
+    """Take the prompt that it quotes out of a warning of this module of TRL."""
+    logging.getLogger(module).addFilter(_without_prompt)
+
+
+def _without_prompt(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    if _QUOTES_A_PROMPT in message:
+        record.msg, record.args = (
+            f"{_QUOTES_A_PROMPT} of the tokenized prompt and answer: the chat template renders the prompt alone "
+            "differently, or tokens merge across the boundary. What differs is left out of the training sequence (it "
+            "is not shown, because it is private). Use a chat template that renders the prompt the same way in both "
+            "cases, or end the prompt on a token boundary.",
+            (),
+        )
+    return True

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from transformers import TrainingArguments
 
-from hf_dpopt.common.errors import Refusal, refuses
+from hf_dpopt.common import log
+from hf_dpopt.common.errors import DPConfigError, Refusal, refuses
 from hf_dpopt.common.extras import missing
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.inputs import TrainerInputs
@@ -31,6 +32,7 @@ try:
     from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 except ImportError as error:
     raise missing("trl", "DPDPOTrainer and DPRewardTrainer", str(error)) from None
+log.hide_prompts(DPOTrainer.__module__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,10 +173,41 @@ class PairCollator:
 
 
 @refuses
+def _check_pairs(dataset: Any, name: str) -> Iterator[Refusal]:
+    """Refusals for rows that are not pairs. What a row holds is not quoted."""
+    columns = getattr(dataset, "column_names", None)
+    tokens = {"chosen_ids", "rejected_ids"}
+    if columns is None or not hasattr(dataset, "__len__") or tokens <= set(columns):  # a stream, or prepared before
+        return
+    lacking = [column for column in ("chosen", "rejected") if column not in columns]
+    yield (
+        bool(lacking),
+        f"{name}: no column {' and no column '.join(map(repr, lacking))} (it has: {', '.join(columns) or 'none'}). A "
+        "row is a pair: `chosen` and `rejected`, and mostly `prompt`. Rename them: dataset.rename_columns({...}).",
+    )
+    yield not len(dataset), f"{name}: it has no rows. Give at least one pair."
+    for column in ("prompt", "chosen", "rejected"):
+        texts = dataset[column] if column in columns else ()
+        yield (
+            any(not isinstance(text, str | list) for text in texts),
+            f"{name}, column {column!r}: rows have a value that is neither a string nor a list of messages (None, "
+            "perhaps). Leave such pairs out: dataset.filter(lambda row: isinstance(row[column], (str, list))).",
+        )
+
+
+@refuses
 def _check_given(
-    trainer: type, config: type, args: Any, options: Mapping[str, Any], ref_model: Any = None
+    trainer: type,
+    config: type,
+    args: Any,
+    model: Any,
+    positional: Sequence[Any],
+    options: Mapping[str, Any],
+    ref_model: Any = None,
 ) -> Iterator[Refusal]:
     """Refusals for arguments of a trainer of pairs, before anything else looks at them."""
+    names = ("data_collator", "train_dataset", "eval_dataset", "processing_class")
+    given = {**dict(zip(names, positional, strict=False)), **options}
     name, got = trainer.__name__, "no args" if args is None else type(args).__name__
     yield (
         isinstance(ref_model, TrainingArguments),
@@ -190,6 +223,12 @@ def _check_given(
         "model_init" in options,
         f"model_init: {name} takes a model, as TRL's trainers do. Pass model=.",
     )
+    is_found = isinstance(model, str) or getattr(getattr(model, "config", None), "_name_or_path", None) != ""
+    yield (
+        given.get("processing_class") is None and not is_found,
+        "processing_class: the model does not say which tokenizer is its own. Pass processing_class=tokenizer.",
+    )
+    _check_pairs(given.get("train_dataset"), "train_dataset")
 
 
 @refuses
@@ -277,6 +316,11 @@ class _PairTrainer(DPTrainerMixin):
         made = super()._as_made()
         return dataclasses.replace(made, data_collator=PairCollator(made.data_collator))
 
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+        if dataset_name != "train":  # looked at before the model was made
+            _check_pairs(dataset, f"{dataset_name} dataset")
+        return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+
 
 class DPDPOTrainer(_PairTrainer, DPOTrainer):
     """`trl.DPOTrainer` with differential privacy; use it with `DPDPOConfig`.
@@ -291,13 +335,22 @@ class DPDPOTrainer(_PairTrainer, DPOTrainer):
     """
 
     def __init__(self, model: Any = None, ref_model: Any = None, args: Any = None, *positional: Any, **options: Any):
-        _check_given(type(self), DPDPOConfig, args, options, ref_model)
+        _check_given(type(self), DPDPOConfig, args, model, positional, options, ref_model)
         loss = PreferenceLoss(args)
         by_name = inspect.signature(DPOTrainer).bind_partial(model, ref_model, args, *positional).arguments
         super().__init__(**by_name, per_example_loss_func=loss, **options)
         # without a reference of its own the hash is that of the model with its adapter, which starts at random
         if not (ref_model is None and hasattr(self.model, "peft_config")):
             loss.reference = self._precompute_model_hash
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
+        is_new = eval_dataset is not None and not isinstance(eval_dataset, str)
+        if is_new and self.ref_model is None and not hasattr(self.model, "peft_config") and self.state.global_step > 0:
+            raise DPConfigError(
+                "`evaluate(eval_dataset)`: the reference is the model before training, and it was not kept. Give "
+                "these pairs as eval_dataset= when the trainer is made, pass ref_model=, or train an adapter."
+            )
+        return super().evaluate(eval_dataset, *args, **kwargs)
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """Reference log-probabilities of each pair by itself: no dropout, whose masks other pairs move, no batch."""
@@ -329,5 +382,5 @@ class DPRewardTrainer(_PairTrainer, RewardTrainer):
     """
 
     def __init__(self, model: Any = None, args: Any = None, *positional: Any, **options: Any):
-        _check_given(type(self), DPRewardConfig, args, options)
+        _check_given(type(self), DPRewardConfig, args, model, positional, options)
         super().__init__(model, args, *positional, per_example_loss_func=RewardLoss(args), **options)

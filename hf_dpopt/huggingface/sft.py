@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_dpopt.common import log
 from hf_dpopt.common.extras import missing
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.trainer import DPTrainerMixin
@@ -15,6 +16,7 @@ try:
     from trl import SFTConfig, SFTTrainer
 except ImportError as error:
     raise missing("trl", "DPSFTTrainer", str(error)) from None
+log.hide_prompts(SFTTrainer.__module__)
 
 
 @dataclass(repr=False)  # that of TrainingArguments hides tokens

@@ -315,6 +315,67 @@ def test_losses_and_models_that_are_not_taken_are_refused(tmp_path, trainer, con
         trainer(_model(), args=_arguments(tmp_path, config), train_dataset=PAIRS, **{option: _model})
 
 
+def _odd(**changes: Any) -> Dataset:
+    rows = PAIRS.to_list()
+    rows[5].update(changes)
+    return Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (
+            PAIRS.rename_column("chosen", "winner"),
+            "no column 'chosen' .it has: prompt, winner, rejected.*rename_columns",
+        ),
+        (PAIRS.remove_columns(["chosen", "rejected"]), "no column 'chosen' and no column 'rejected'"),
+        (PAIRS.select([]), "it has no rows. Give at least one pair"),
+        (_odd(rejected=None), "column 'rejected': rows have a value that is neither a string nor.*dataset.filter"),
+        (_odd(prompt=None), "column 'prompt'"),
+    ],
+)
+@pytest.mark.parametrize(("trainer", "config"), [(DPDPOTrainer, DPDPOConfig), (DPRewardTrainer, DPRewardConfig)])
+def test_rows_that_are_not_pairs_are_refused(tmp_path, trainer, config, rows, words):
+    model = _model() if trainer is DPDPOTrainer else _reward_model()
+    given = dict(args=_arguments(tmp_path, config), processing_class=tiny.byte_tokenizer())
+    with pytest.raises(DPConfigError, match=f"^train_dataset.*{words}"):
+        trainer(model, train_dataset=rows, **given)
+    with pytest.raises(DPConfigError, match="^eval dataset: no column 'rejected'"):
+        trainer(model, train_dataset=PAIRS, eval_dataset=_rows().remove_columns("rejected"), **given)
+
+
+@pytest.mark.parametrize(("trainer", "config"), [(DPDPOTrainer, DPDPOConfig), (DPRewardTrainer, DPRewardConfig)])
+def test_a_model_without_a_name_needs_its_tokenizer(tmp_path, trainer, config):
+    with pytest.raises(DPConfigError, match="^processing_class: .*Pass processing_class=tokenizer"):
+        trainer(_model(), args=_arguments(tmp_path, config), train_dataset=PAIRS)
+
+
+def test_pairs_that_come_after_training_need_a_reference(tmp_path):
+    trainer, new = _preferences(tmp_path, noise_multiplier=1.0), _rows(30).select(range(24, 30))
+    trainer.train()
+    with pytest.raises(DPConfigError, match="as eval_dataset= when the trainer is made, pass ref_model=, or train"):
+        trainer.evaluate(new)
+    trainer = _preferences(tmp_path / "2", noise_multiplier=1.0, ref_model=_model(n_positions=512))
+    trainer.train()
+    assert math.isfinite(trainer.evaluate(new)["eval_loss"])
+
+
+@pytest.mark.parametrize("kind", [DPDPOTrainer, DPSFTTrainer])
+def test_the_end_of_a_private_prompt_is_not_printed(tmp_path, kind, caplog):
+    """TRL quotes a prompt whose last token merges with the answer."""
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.add_tokens(["SECRET yes"])
+    rows = PAIRS.map(lambda row: {**row, "prompt": f"{row['prompt']} SECRET", "chosen": " yes", "rejected": " no"})
+    config = DPDPOConfig
+    if kind is DPSFTTrainer:
+        rows, config = rows.remove_columns("rejected").rename_column("chosen", "completion"), DPSFTConfig
+    model = _model(n_positions=512)
+    model.resize_token_embeddings(len(tokenizer))
+    kind(model, args=_arguments(tmp_path, config), train_dataset=rows, processing_class=tokenizer)
+    assert "is not a prefix" in caplog.text and "not shown" in caplog.text
+    assert "SECRET" not in caplog.text
+
+
 @pytest.mark.parametrize(("make", "limit"), [(_preferences, 18), (_rewards, 26)])
 def test_texts_that_do_not_fit_are_named(tmp_path, make, limit):
     with pytest.raises(DPConfigError, match=f"^max_length={limit}: .* records of 24.*Set a larger max_length"):
