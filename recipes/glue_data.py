@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict
@@ -105,6 +106,11 @@ def find_columns(
 def read_label_list(text: str) -> list[str]:
     """`negative,positive` -> names in the order of their ids."""
     labels = [name.strip() for name in text.split(",")]
+    if len(labels) == 1 and Path(text).is_file():
+        raise DPConfigError(
+            f"label_list={text!r} is a file, and names are wanted: negative,positive. Write "
+            f'--label_list "$(paste -sd, {text})" for a file with a name in each line.'
+        )
     if len(labels) < 2 or len(set(labels)) < len(labels) or "" in labels:
         raise DPConfigError(
             f"label_list={text!r} is not a list of two or more different names. Write e.g. negative,positive."

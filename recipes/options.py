@@ -147,6 +147,11 @@ class Parser(HfArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
         found, unknown = super().parse_known_args(args, namespace)
+        if unknown and not unknown[0].startswith("-"):
+            self.error(
+                f"{unknown[0]!r} belongs to no flag. Write names with commas and no spaces (negative,positive), and "
+                "put quotes around what has spaces"
+            )
         if unknown:
             raise flags.unknown_flag(unknown[:1], self._option_string_actions)
         return found, unknown

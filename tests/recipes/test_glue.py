@@ -186,6 +186,11 @@ def test_without_the_hub_there_is_one_line(capsys: pytest.CaptureFixture[str], f
     assert not (files / "runs").exists()
 
 
+def test_a_list_with_a_space_is_told_from_a_flag(capsys: pytest.CaptureFixture[str], files: Path) -> None:
+    assert glue.run("--train_file train.tsv --label_list negative, positive".split()) == 2
+    assert "'positive' belongs to no flag. Write names with commas and no spaces" in capsys.readouterr().err
+
+
 # --- model -----------------------------------------------------------------------------------------------------------
 
 

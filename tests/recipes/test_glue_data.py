@@ -126,6 +126,12 @@ def test_label_columns_that_cannot_be_are_refused() -> None:
     assert read_label_list("no, yes") == ["no", "yes"]
 
 
+def test_a_file_of_labels_is_no_list_of_labels(tmp_path: Path) -> None:
+    (file := tmp_path / "labels.txt").write_text("no\nyes\n")
+    with pytest.raises(DPConfigError, match=r"labels.txt' is a file, and names are wanted.*paste -sd, .*labels.txt"):
+        read_label_list(str(file))
+
+
 def test_the_label_list_is_said_to_be_public(caplog: pytest.LogCaptureFixture) -> None:
     tables = {"train": table(text=["x", "y"], label=["b", "a"])}
     with caplog.at_level(logging.WARNING):
