@@ -239,8 +239,8 @@ def _loss_type(model: nn.Module) -> str:
     if getattr(getattr(base, "config", None), "is_encoder_decoder", False) and hasattr(base, "lm_head"):
         return "ForConditionalGeneration"  # their labels are aligned with the logits: no shift
     name = type(base).__name__
-    if name.endswith("ForImageClassification"):
-        return "ForSequenceClassification"
+    if name.endswith(("ForImageClassification", "ForAudioClassification", "ForVideoClassification")):
+        return "ForSequenceClassification"  # the same loss
     known = ("ForSequenceClassification", *_BY_LOSS_TYPE)
     kind = next((k for k in known if name.endswith(k)), None) or getattr(base, "loss_type", None)
     if name.endswith("LMHeadModel") or (kind == "ForConditionalGeneration" and not base.config.is_encoder_decoder):
