@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from hf_dpopt.clipping.contributions import Contribution
-from hf_dpopt.clipping.rules import COMPOSITES, adapters, fallback, flattening, is_adapter, rule_for
+from hf_dpopt.clipping.rules import COMPOSITES, fallback, flattening, is_adapter, rule_for
 from hf_dpopt.clipping.site import Site
 from hf_dpopt.clipping.units import Units
 from hf_dpopt.common.errors import UnsupportedModuleError
+from hf_dpopt.common.sharding import is_fsdp
 
 
 def in_mixture(model: nn.Module, names: Iterable[str]) -> list[str]:
@@ -40,7 +41,11 @@ def is_compiled(module: nn.Module) -> bool:
 
 def _is_layer(module: nn.Module) -> bool:
     """Whether a module computes something by itself, without children."""
-    return next(module.children(), None) is None and type(module).forward is not nn.Module.forward
+    return next(module.children(), None) is None and _has_forward(module)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
 
 
 Receiver = Callable[[str, Contribution], None]
@@ -54,10 +59,11 @@ class Capture:
     """The sites of a model and what they recorded during one forward and backward.
 
     Args:
-        model: any module; parameters that require a gradient must each belong to a layer or to a known composite.
+        model: any module.
 
     Raises:
-        UnsupportedModuleError: if a trainable parameter belongs to neither, or to experts of a mixture; names all.
+        UnsupportedModuleError: if a trainable parameter belongs to experts of a mixture, or to a module that has to
+            run again for each record and draws at random or is sharded; names it.
     """
 
     def __init__(self, model: nn.Module):
@@ -79,14 +85,7 @@ class Capture:
         whole = [*self._adapters(model, captured)]
         captured |= {id(site.module.get_parameter(a)) for site in whole for a in site.parameter_names}
         self.sites = [*composites, *whole, *self._layers(model, captured)]
-        covered = {name for site in self.sites for name in site.parameter_names.values()}
-        missing = [name for name in self.parameters if name not in covered]
-        if missing:
-            raise UnsupportedModuleError(
-                "These trainable parameters are used directly by a module with children, where their per-record "
-                f"gradients cannot be captured: {', '.join(missing)}. Freeze them (requires_grad_(False)), finetune "
-                "with LoRA, or add a rule under hf_dpopt/clipping/rules."
-            )
+        self.sites += [*self._direct(model)]
 
     def _trained(self, module: nn.Module, *, below: bool) -> dict[str, str]:
         own = module.named_parameters(recurse=below, remove_duplicate=False)
@@ -112,7 +111,7 @@ class Capture:
             if path.startswith(tuple(whole)):  # an adapter inside of one that runs whole
                 continue
             if any(not _is_layer(module.get_submodule(a.rpartition(".")[0])) for a in own):
-                adapters.check_draws(path, module)
+                fallback.check_draws(path, module)
                 whole.append(f"{path}.")
                 yield Site(path, module, own, fallback.forward, self)
 
@@ -126,6 +125,40 @@ class Capture:
                 rule = rule_for(module)
                 is_flattened = any(path == p or path.startswith(p + ".") for p in flattened)
                 yield Site(path, module, own, flattening.by_record(rule) if is_flattened else rule, self)
+
+    def _direct(self, model: nn.Module) -> Iterator[Site]:
+        """Modules with children that use a parameter themselves (a class token, positions): run record by record.
+
+        Their children are captured as they are anywhere else.
+        """
+        covered = {name for site in self.sites for name in site.parameter_names.values()}
+        users: dict[str, dict[str, str]] = {}
+        for name in (n for n in self.parameters if n not in covered):
+            path = name.rpartition(".")[0]
+            while path and not _has_forward(model.get_submodule(path)):  # a list or dict of parameters
+                path = path.rpartition(".")[0]
+            users.setdefault(path, {})[name.removeprefix(f"{path}.")] = name
+        for path, module in model.named_modules():
+            if path in users:
+                fallback.check_draws(path, module)
+                if any(map(is_fsdp, module.modules())):
+                    raise UnsupportedModuleError(
+                        f"These belong to {path}, which is sharded and runs again for each record: "
+                        f"{', '.join(users[path].values())}. Freeze them (requires_grad_(False)), or start plain data "
+                        "parallel."
+                    )
+                yield Site(path, module, users[path], fallback.forward, self)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run modules as they are inside the context."""
+        for site in reversed(self.sites):
+            site.remove()
+        try:
+            yield
+        finally:
+            for site in self.sites:
+                site.install()
 
     def add(self, site: Site, name: str, contribution: Contribution) -> None:
         size = contribution.num_records

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,8 @@ class Sink(Protocol):
     def add(self, site: Site, name: str, contribution: Contribution) -> None: ...
 
     def copy_of(self, parameter: torch.Tensor, kind: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor: ...
+
+    def paused(self) -> AbstractContextManager[None]: ...
 
 
 class Site:
@@ -61,6 +63,10 @@ class Site:
     def add(self, attribute: str, contribution: Contribution) -> None:
         self.sink.add(self, self.parameter_names[attribute], contribution)
 
+    def paused(self) -> AbstractContextManager[None]:
+        """All modules run as they are inside the context: nothing is captured."""
+        return self.sink.paused()
+
     def cast(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The parameter in `dtype`, converted once in a step."""
         return (
@@ -84,11 +90,3 @@ class Site:
             setattr(self.module, self.method, self.original)
         else:
             delattr(self.module, self.method)
-
-    @contextlib.contextmanager
-    def original_forward(self) -> Iterator[None]:
-        self.remove()
-        try:
-            yield
-        finally:
-            self.install()

@@ -50,7 +50,7 @@ def check_layout(model: nn.Module) -> None:
         DPConfigError: naming a parameter, and what its layout is.
     """
     shards = {name: p for name, p in model.named_parameters() if is_sharded(p)}
-    if shards and not any(map(_is_fsdp, model.modules())):
+    if shards and not any(map(is_fsdp, model.modules())):
         raise DPConfigError(
             f"{next(iter(shards))} is sharded by something else than FSDP2 (tensor parallel, say), which is not "
             f"supported yet: norms would be those of a part of the layer. {SHARD_THE_USUAL_WAY}"
@@ -203,10 +203,10 @@ def has_shards(tree: Any) -> bool:
 
 def class_of(module: nn.Module) -> type:
     """The class of a module as it was before `fully_shard` put its own in front of it."""
-    return type(module).__mro__[2] if _is_fsdp(module) else type(module)
+    return type(module).__mro__[2] if is_fsdp(module) else type(module)
 
 
-def _is_fsdp(module: nn.Module) -> bool:
+def is_fsdp(module: nn.Module) -> bool:
     """Whether `fully_shard` was called for a module itself."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
@@ -214,5 +214,5 @@ def _is_fsdp(module: nn.Module) -> bool:
 
 def give_back(model: nn.Module) -> None:
     """Free the whole weights that a forward without a backward has left, so that parameters are shards again."""
-    for module in filter(_is_fsdp, model.modules()):
+    for module in filter(is_fsdp, model.modules()):
         module.reshard()  # type: ignore[operator]

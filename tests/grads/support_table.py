@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.adversary.scan import table as scan
+from tests.grads.heads import HEADS
 from tests.grads.models import ADAPTERS, ADAPTERS_RUN_WHOLE, FAMILIES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -23,6 +24,14 @@ clipping, in float64 to 1e-10 and in float32 to 1e-5 (automatic: 5e-5), on padde
 | model | full finetuning | LoRA | what is special |
 |---|---|---|---|
 """
+HEADS_HEAD = """
+Other heads (`tests/grads/test_heads.py`): exact in float64 to 1e-10, with records and with several rows of a user or
+document as the unit, and one record moves the sum by at most the clipping norm (1 + 1e-5). Any other head, and any loss:
+[losses.md](losses.md).
+
+| model and head | full finetuning | LoRA | what is special |
+|---|---|---|---|
+"""
 ADAPTER_HEAD = """
 | adapter (peft) | |
 |---|---|
@@ -34,11 +43,12 @@ refused: one record's outliers change how the others are computed. So are other 
 
 Refused, by name: AdaLoRA and initialisations that look at the data (un-noised gradients), aLoRA, trainable experts and routers of
 mixtures (which tokens an expert sees depends on the other records), DoRA on embeddings, BatchNorm, fp16; dropout inside
-an adapter whose layers run a record at a time.
+a layer or adapter that runs a record at a time.
 
 *A record at a time*: through `hf_dpopt/clipping/rules/fallback.py`, exact, with a second forward and a small backward of
-the layer for each record. So runs any other layer that maps records to records. Layers that only scale or shift tokens
-(RMSNorm of any class) are recognised by trying them, not by name.
+the layer for each record. So runs any other layer that maps records to records, and a module with children that uses a
+parameter itself (class tokens, positions, scales of layers); its children keep their own rules.
+Layers that only scale or shift tokens (RMSNorm of any class) are recognised by trying them, not by name.
 """
 
 
@@ -80,10 +90,11 @@ def _script_row(script: tuple[str, dict[str, Any]]) -> str:
 
 def support_table() -> str:
     families = "".join(f"| {f.label} | exact | exact | {f.why} |\n" for f in FAMILIES.values())
+    heads = "".join(f"| {h.label} | exact | exact | {h.why} |\n" for h in HEADS.values())
     adapters = "".join(f"| {a.label} | exact |\n" for a in ADAPTERS.values())
     adapters += "".join(f"| {a.label} | exact, a record at a time |\n" for a in ADAPTERS_RUN_WHOLE.values())
     scripts = scripts_table(json.loads(SCRIPTS.read_text(encoding="utf-8")))
-    return HEAD + families + ADAPTER_HEAD + adapters + TAIL + scripts
+    return HEAD + families + HEADS_HEAD + heads + ADAPTER_HEAD + adapters + TAIL + scripts
 
 
 if __name__ == "__main__":

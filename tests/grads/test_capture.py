@@ -196,7 +196,7 @@ def test_norm_and_sum_see_the_same_dropout(make, engine):
 )
 def test_adapters_run_record_by_record_may_not_draw(config):
     """Each record would be run again with another draw than the one the loss saw."""
-    with pytest.raises(UnsupportedModuleError, match="Set the dropout of the adapter to 0|Use VeRA"):
+    with pytest.raises(UnsupportedModuleError, match="Set its dropout to 0|Use VeRA"):
         Capture(peft.get_peft_model(bert(), config()))
 
 

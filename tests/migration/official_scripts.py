@@ -122,17 +122,6 @@ QUESTIONS = Way(
         ),
     ),
 )
-FROZEN = Way(
-    "freeze what it names, class token and positions: two lines",
-    edits=(
-        (
-            "    image_processor = AutoImageProcessor.from_pretrained(\n",
-            "    for name in ('cls_token', 'position_embeddings'):\n"
-            "        getattr(model.vit.embeddings, name).requires_grad_(False)\n"
-            "    image_processor = AutoImageProcessor.from_pretrained(\n",
-        ),
-    ),
-)
 MASKED = Way("another objective: `run_mlm.py --line_by_line`", ("--line_by_line",), instead="run_mlm")
 CHOSEN = Way("learn the chosen answers: `sft.py`", instead="sft")
 TRL = ("--bf16", "False", "--gradient_checkpointing", "False")
@@ -195,7 +184,6 @@ CASES: dict[str, Case] = {
         "image classification", "image-classification/run_image_classification.py",
         ("--train_dir", "images", *_model("vit"), "--do_train", "--remove_unused_columns", "False",
          "--label_column_name", "label"),
-        "used directly by a module with children", (FROZEN,),
     ),
     "run_xnli": Case(
         "text classification", "text-classification/run_xnli.py",

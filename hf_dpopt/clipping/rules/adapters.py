@@ -6,25 +6,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from hf_dpopt.clipping.rules.broadcast import copy_per_record
 from hf_dpopt.clipping.rules.embedding import look_up
 from hf_dpopt.clipping.rules.linear import matmul
 from hf_dpopt.clipping.site import Site
 from hf_dpopt.common.errors import UnsupportedModuleError
-
-
-def check_draws(name: str, layer: nn.Module) -> None:
-    """Refuse a layer that draws at random: a record that is run again would see another draw than the loss did."""
-    dropped = [part for part in layer.modules() if "Dropout" in type(part).__name__ and getattr(part, "p", 1) > 0]
-    shared = [p for kind in ("rank_dropout", "module_dropout") for p in getattr(layer, kind, {}).values() if p]
-    is_random = type(layer).__module__.startswith("peft.tuners.pvera.")  # samples its vectors in every forward
-    if dropped or shared or is_random:
-        raise UnsupportedModuleError(
-            f"{name} ({type(layer).__name__}) draws at random. Its gradients are found by running each record again, "
-            f"which would draw anew. {'Use VeRA.' if is_random else 'Set the dropout of the adapter to 0.'}"
-        )
 
 
 def _is_idle(layer: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Any other leaf module: per-record gradients by autograd, one vector-Jacobian product per record.
+"""Any other module: per-record gradients by autograd, one vector-Jacobian product per record.
 
 Right for every module whose output for a record depends on that record's inputs alone (the start-up self-check tests
 it); costs a second forward of the module and B copies of its gradients. B = records.
@@ -6,6 +6,8 @@ it); costs a second forward of the module and B copies of its gradients. B = rec
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,87 +18,75 @@ from hf_dpopt.clipping.contributions import Dense
 from hf_dpopt.clipping.site import Site
 from hf_dpopt.common.errors import UnsupportedModuleError
 
-
-def _call(module: nn.Module, parameters: dict[str, torch.Tensor], args: tuple, kwargs: dict) -> torch.Tensor:
-    return torch.func.functional_call(module, parameters, args, kwargs)
+Gradients = dict[str, torch.Tensor]
 
 
-class _PerRecord(torch.autograd.Function):
-    """The module's own forward; a backward with input gradients at once and parameter gradients record by record."""
+def check_draws(name: str, module: nn.Module) -> None:
+    """Refuse a module that draws at random: a record that is run again would see another draw than the loss did."""
+    dropped = [part for part in module.modules() if "Dropout" in type(part).__name__ and getattr(part, "p", 1) > 0]
+    shared = [p for kind in ("rank_dropout", "module_dropout") for p in getattr(module, kind, {}).values() if p]
+    is_random = type(module).__module__.startswith("peft.tuners.pvera.")  # samples its vectors in every forward
+    if dropped or shared or is_random:
+        raise UnsupportedModuleError(
+            f"{name} ({type(module).__name__}) draws at random. Its gradients are found by running each record again, "
+            f"which would draw anew. {'Use VeRA.' if is_random else 'Set its dropout to 0, or freeze its parameters.'}"
+        )
+
+
+class _Watched(torch.autograd.Function):
+    """The identity on a module's outputs; its backward runs the module again, record by record, for its parameters."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, site: Site, spec: Any, *leaves: Any) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, site: Site, spec: Any, leaves: list, *outputs: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
         ctx.site, ctx.spec = site, spec
+        ctx.constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         ctx.is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-        ctx.constants = [None if is_tensor else leaf for leaf, is_tensor in zip(leaves, ctx.is_tensor, strict=True)]
-        ctx.save_for_backward(*[leaf for leaf, is_tensor in zip(leaves, ctx.is_tensor, strict=True) if is_tensor])
+        ctx.save_for_backward(*[leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)])
         ctx.autocast = {d: torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)}
-        args, kwargs = pytree.tree_unflatten(list(leaves), spec)
-        out = site.original(*args, **kwargs)
-        if not isinstance(out, torch.Tensor):
-            raise UnsupportedModuleError(
-                f"{site.name} ({type(site.module).__name__}) returns {type(out).__name__}, not a tensor, and has no "
-                "rule of its own. Freeze it (requires_grad_(False)) or add a rule under hf_dpopt/clipping/rules."
-            )
-        return out
+        return tuple(out.detach() for out in outputs)  # a view could not be changed in place
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[Any, ...]:
-        (grad_output,) = grad_outputs
-        site, saved = ctx.site, iter(ctx.saved_tensors)
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[Any, ...]:
+        saved = iter(ctx.saved_tensors)
         leaves = [next(saved) if t else c for t, c in zip(ctx.is_tensor, ctx.constants, strict=True)]
-        parameters = dict(site.module.named_parameters())
-        with site.original_forward(), torch.enable_grad(), _Autocast(ctx.autocast):
-            grads_B = _record_gradients(site, parameters, leaves, ctx.spec, grad_output)
-            grad_leaves = _input_gradients(site, parameters, leaves, ctx.spec, grad_output)
+        with ctx.site.paused(), torch.enable_grad(), contextlib.ExitStack() as autocast:
+            for device, dtype in ctx.autocast.items():
+                autocast.enter_context(torch.autocast(device, dtype=dtype))
+            grads_B = _record_gradients(ctx.site, leaves, ctx.spec, grad_outputs)
         for name, grad_B in grads_B.items():
-            site.add(name, Dense(grad_B))
-        return None, None, None, *grad_leaves
+            ctx.site.add(name, Dense(grad_B))
+        return None, None, None, None, *grad_outputs
 
 
-class _Autocast:
-    """The forward's autocast state, for its recomputation in the backward."""
-
-    def __init__(self, dtypes: dict[str, torch.dtype]):
-        self.contexts = [torch.autocast(device, dtype=dtype) for device, dtype in dtypes.items()]
-
-    def __enter__(self) -> None:
-        for context in self.contexts:
-            context.__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        for context in reversed(self.contexts):
-            context.__exit__(*exc)
+def _is_of_records(x: Any, num_records: int) -> bool:
+    return isinstance(x, torch.Tensor) and x.dim() > 0 and x.size(0) == num_records
 
 
-def _input_gradients(site: Site, parameters: dict, leaves: list, spec: Any, grad_output: torch.Tensor) -> list:
-    wanted = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
-    if not wanted:
-        return [None] * len(leaves)
-    fresh = [
-        x.detach().requires_grad_(i in wanted) if isinstance(x, torch.Tensor) else x for i, x in enumerate(leaves)
-    ]
-    args, kwargs = pytree.tree_unflatten(fresh, spec)
-    out = _call(site.module, {n: p.detach() for n, p in parameters.items()}, args, kwargs)
-    if not out.requires_grad:  # the branches that these records took use no input
-        return [None] * len(leaves)
-    grads = iter(torch.autograd.grad(out, [fresh[i] for i in wanted], grad_output, allow_unused=True))
-    return [next(grads) if i in wanted else None for i in range(len(leaves))]
+def _is_watched(output: Any) -> bool:
+    return isinstance(output, torch.Tensor) and output.is_floating_point()
 
 
 def _record_gradients(
-    site: Site, parameters: dict, leaves: list, spec: Any, grad_output: torch.Tensor
+    site: Site, leaves: list, spec: Any, grad_outputs: tuple[torch.Tensor | None, ...]
 ) -> dict[str, torch.Tensor]:
+    parameters = dict(site.module.named_parameters())
     trained = {name: p.detach().requires_grad_() for name, p in parameters.items() if site.trains(name)}
     frozen = {name: p.detach() for name, p in parameters.items() if not site.trains(name)}
     num_records = site.num_records
-    batched = [isinstance(x, torch.Tensor) and x.dim() > 0 and x.size(0) == num_records for x in leaves]
+    for grad in grad_outputs:
+        if grad is not None and (grad.dim() == 0 or len(grad) != num_records):
+            raise UnsupportedModuleError(
+                f"{site.name} ({type(site.module).__name__}) returns a tensor of shape {tuple(grad.shape)}, but the "
+                f"batch has {num_records} records: one record's gradient cannot be told from another's. It has no "
+                "rule of its own: freeze its parameters, or train others with LoRA."
+            )
 
-    def record(b: int) -> dict[str, torch.Tensor]:
-        one = [x[b : b + 1].detach() if is_batched else x for x, is_batched in zip(leaves, batched, strict=True)]
+    def record(b: int) -> Gradients:
+        one = [x[b : b + 1] if _is_of_records(x, num_records) else x for x in leaves]
         args, kwargs = pytree.tree_unflatten(one, spec)
         try:
-            out = _call(site.module, {**frozen, **trained}, args, kwargs)
+            out = torch.func.functional_call(site.module, {**frozen, **trained}, args, kwargs)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
@@ -105,10 +95,14 @@ def _record_gradients(
                 "of its batch. It has no rule of its own: freeze its parameters, finetune with LoRA, or add one "
                 "under hf_dpopt/clipping/rules."
             ) from error
-        if not out.requires_grad:  # a branch that this record took uses no parameter
+        outputs = filter(_is_watched, pytree.tree_leaves(out))
+        pairs = [(o, g[b : b + 1]) for o, g in zip(outputs, grad_outputs, strict=True) if g is not None]
+        pairs = [(o, g) for o, g in pairs if o.requires_grad]  # a branch that a record takes may use no parameter
+        if not pairs:
             return {name: torch.zeros_like(p) for name, p in trained.items()}
-        grads = torch.autograd.grad(out, list(trained.values()), grad_output[b : b + 1], materialize_grads=True)
-        return dict(zip(trained, grads, strict=True))
+        outs, grads = zip(*pairs, strict=True)
+        found = torch.autograd.grad(outs, list(trained.values()), grads, materialize_grads=True)
+        return dict(zip(trained, found, strict=True))
 
     # a loop, no transform of torch.func: it runs whatever a forward may contain (branches that depend on the data,
     # in-place operations, autograd functions of its own)
@@ -116,8 +110,43 @@ def _record_gradients(
     return {name: torch.stack([r[name] for r in records]) for name in trained}
 
 
-def forward(site: Site, *args: Any, **kwargs: Any) -> torch.Tensor:
+@contextlib.contextmanager
+def _without_gradients(site: Site) -> Iterator[None]:
+    """The site's trained parameters as constants for autograd."""
+    owners = {a: (site.module.get_submodule(a.rpartition(".")[0]), a.rpartition(".")[2]) for a in site.parameter_names}
+    own = {a: owner._parameters[name] for a, (owner, name) in owners.items()}
+    try:
+        for a, (owner, name) in owners.items():
+            owner._parameters[name] = own[a].detach()  # type: ignore[assignment, union-attr]
+        yield
+    finally:
+        for a, (owner, name) in owners.items():
+            owner._parameters[name] = own[a]
+
+
+def _for_each_record(site: Site, output: torch.Tensor) -> torch.Tensor:
+    """Repeat what is the same for all records, such as positions: (1, T, ..) becomes (B, T, ..)."""
+    if output.dim() < 3 or output.size(0) != 1:
+        raise UnsupportedModuleError(
+            f"{site.name} ({type(site.module).__name__}) takes no tensor with a row for each record and returns shape "
+            f"{tuple(output.shape)}, so the gradients of {site.num_records} records cannot be told from each other. "
+            "It has no rule of its own: freeze its parameters, or train others with LoRA."
+        )
+    return output.expand(site.num_records, *output.shape[1:])
+
+
+def forward(site: Site, *args: Any, **kwargs: Any) -> Any:
     leaves, spec = pytree.tree_flatten((args, kwargs))
+    with _without_gradients(site):
+        out = site.original(*args, **kwargs)
+    outputs, out_spec = pytree.tree_flatten(out)
+    watched = [i for i, output in enumerate(outputs) if _is_watched(output)]
+    if not any(_is_of_records(x, site.num_records) for x in leaves):
+        for i in watched:
+            outputs[i] = _for_each_record(site, outputs[i])
     # autograd runs a Function's backward only if an input wants a gradient; the anchor always does
     anchor = torch.zeros((), requires_grad=True)
-    return _PerRecord.apply(anchor, site, spec, *leaves)
+    seen = _Watched.apply(anchor, site, spec, leaves, *[outputs[i] for i in watched])
+    for i, output in zip(watched, seen, strict=True):
+        outputs[i] = output
+    return pytree.tree_unflatten(outputs, out_spec)
