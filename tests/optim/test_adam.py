@@ -28,19 +28,15 @@ def two_groups(weights):
     return [{"params": weights[:1], "weight_decay": 0.3}, {"params": weights[1:], "weight_decay": 0.0}]
 
 
-def step(optimizer, weights, gradients, t, lr=None):
-    for group in optimizer.param_groups:
-        group["lr"] = LRS[t] if lr is None else lr
-    for w, of_w in zip(weights, gradients, strict=True):
-        w.grad = None if of_w[t] is None else of_w[t].clone()
-    if isinstance(getattr(optimizer, "noise", None), StepNoise):
-        optimizer.noise.step = t
-    optimizer.step()
-
-
 def train(optimizer, weights, gradients, lrs=LRS):
     for t, lr in enumerate(lrs):
-        step(optimizer, weights, gradients, t, lr)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        for w, of_w in zip(weights, gradients, strict=True):
+            w.grad = None if of_w[t] is None else of_w[t].clone()
+        if isinstance(getattr(optimizer, "noise", None), StepNoise):
+            optimizer.noise.step = t
+        optimizer.step()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -12,10 +11,10 @@ from torch import nn
 
 from hf_dpopt.optim import OPTIMIZERS, DPAdaGrad, DPAdamBC, DPAdamW, DPRMSProp, NoiseAwareOptimizer
 from hf_dpopt.optim.galore import DPGaLore
-from tests.optim.test_adam import NUM_STEPS, VARIANCES, step, two_groups
+from tests.contract.optimizers import NUM_STEPS, SHAPES, goes_on, steps
+from tests.optim.test_adam import VARIANCES, two_groups
 from tests.reference.optim import ExponentialAverage, StepNoise
 
-SHAPES = [(6, 11), (11, 6), (9,)]
 CASES = {
     "dp_adamw": (DPAdamW, {}),
     "dp_adam_bc": (DPAdamBC, {}),
@@ -48,13 +47,6 @@ def fresh(case, stored, dtype=torch.float32):
     return weights, make(case, stored, weights)
 
 
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def test_the_registry_is_covered():
     assert {cls for cls, _ in CASES.values()} == set(OPTIMIZERS.values())
     assert all(issubclass(cls, NoiseAwareOptimizer) for cls in OPTIMIZERS.values())
@@ -65,42 +57,23 @@ def test_the_registry_is_covered():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case, stored", COMBINATIONS)
 def test_it_resumes_bit_for_bit_at_every_step(case, stored, dtype):
-    gradients = [[torch.randn(shape).to(dtype) for _ in range(NUM_STEPS)] for shape in SHAPES]
-    weights, optimizer = fresh(case, stored, dtype)
-    checkpoints = []
-    for t in range(NUM_STEPS):
-        checkpoints.append(([w.detach().clone() for w in weights], through_a_file(optimizer.state_dict())))
-        step(optimizer, weights, gradients, t)
-    for start, (saved_weights, saved_state) in enumerate(checkpoints):
-        again, resumed = fresh(case, stored, dtype)
-        with torch.no_grad():
-            for w, saved in zip(again, saved_weights, strict=True):
-                w.copy_(saved)
-        resumed.load_state_dict(resumed.state_dict())  # as accelerate does when it wraps an optimizer
-        resumed.load_state_dict(saved_state)
-        for t in range(start, NUM_STEPS):
-            step(resumed, again, gradients, t)
-        assert all(torch.equal(a, b) for a, b in zip(again, weights, strict=True)), f"resumed after {start} steps"
-        if stored == "bf16 filter":
-            assert {average.dtype for average in resumed.filter.averages.values()} == {torch.bfloat16}
+    resumed = goes_on(lambda: fresh(case, stored, dtype))
+    if stored == "bf16 filter":
+        assert {average.dtype for average in resumed.filter.averages.values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("case, stored", COMBINATIONS)
 def test_a_copy_goes_on_alone_and_without_the_noise_level(case, stored, copied):
-    gradients = [[torch.randn(shape) for _ in range(NUM_STEPS)] for shape in SHAPES]
     weights, optimizer = fresh(case, stored)
-    for t in range(4):
-        step(optimizer, weights, gradients, t)
+    steps(weights, optimizer, 0, 4)
     half_way = [w.detach().clone() for w in weights]
     again, twin = copied((weights, optimizer))
     assert twin.noise is None and optimizer.noise is not None
     twin.noise = StepNoise(VARIANCES)
-    for t in range(4, NUM_STEPS):
-        step(twin, again, gradients, t)
+    steps(again, twin, 4, NUM_STEPS)
     assert all(torch.equal(a, b) for a, b in zip(half_way, weights, strict=True))  # the original did not move
-    for t in range(4, NUM_STEPS):
-        step(optimizer, weights, gradients, t)
+    steps(weights, optimizer, 4, NUM_STEPS)
     assert all(torch.equal(a, b) for a, b in zip(again, weights, strict=True))
 
 
