@@ -103,6 +103,10 @@ def main(argv: list[str]) -> None:
         print(running.result_text(lines + running.closing_lines(training_args, start)))
 
 
+class Parser(TrlParser):
+    error = options.Parser.error
+
+
 def parse(
     argv: list[str],
     data: type = DataArguments,
@@ -130,7 +134,7 @@ def parse(
     elif "config" not in given:
         defaults = {"output_dir": options.RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"}
     words = [word for name, value in defaults.items() if value is not None for word in (f"--{name}", str(value))]
-    parser = TrlParser((data, config, ModelConfig), allow_abbrev=False)
+    parser = Parser((data, config, ModelConfig), allow_abbrev=False)
     data_args, training_args, model_args, unknown = parser.parse_args_and_config(
         [*words, *argv], return_remaining_strings=True
     )

@@ -106,6 +106,7 @@ def test_a_row_that_is_no_record_is_named(folder, capsys, row, says):
         ({"train_file": "."}, "Convert or rename it"),
         ({"model_name_or_path": "nothere"}, "The configuration of 'nothere' cannot be loaded"),
         ({"max_train_samples": "-5"}, "max_train_samples=-5 is not a positive count"),
+        ({"max_steps": "many"}, "--max-steps: invalid int value: 'many'. --help lists all flags."),
         ({"target_epsilonn": "8"}, "--target_epsilonn is not a flag. Did you mean --target_epsilon?"),
         ({"target_eps": "8"}, "--target_eps is not a flag. Did you mean --target_epsilon?"),
     ],
