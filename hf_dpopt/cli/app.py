@@ -70,7 +70,7 @@ def common(
 @app.command(context_settings={"allow_interspersed_args": False})
 def train(
     file: Annotated[Path | None, typer.Argument(help="A YAML file: `job`, and flags of its script.")] = None,
-    flags: Annotated[list[str] | None, typer.Argument(help="Flags that override the file; --help lists all.")] = None,
+    flags: Annotated[list[str] | None, typer.Argument(help="Flags override the file; --help lists all.")] = None,
     example: Annotated[str | None, typer.Option(help="Print a commented file, such as chat, to begin with.")] = None,
 ) -> None:
     """Train from one file. Paths in it are relative to the current folder.

@@ -24,6 +24,8 @@ JOBS = {  # value of the key `job` -> script under recipes/, and flags
     "language_model": ["clm"],
     "seq2seq": ["seq2seq"],
     "chat": ["sft"],
+    "preference": ["preferences", "--job=dpo"],
+    "reward": ["preferences", "--job=reward"],
     "last_iterate_head": ["linear_probe"],
 }
 

@@ -36,8 +36,9 @@ MORE = {
 }
 
 
-def script_of(name: str) -> str:
-    return train.JOBS[train.read_settings(CONFIGS[name])[0]][0]
+def script_of(name: str) -> list[str]:
+    """The script of a ready file, and flags that its job has always."""
+    return train.JOBS[train.read_settings(CONFIGS[name])[0]]
 
 
 # --- a file is flags -------------------------------------------------------------------------------------------------
@@ -122,7 +123,8 @@ def test_a_ready_file_has_flags_of_its_script(name: str, tmp_path, monkeypatch) 
     pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test]'")
     monkeypatch.chdir(tmp_path)
     _, words = train.read_settings(CONFIGS[name])
-    arguments = importlib.import_module(f"recipes.{script_of(name)}").parse([*words, "--use_cpu", "true"])
+    script, *always = script_of(name)
+    arguments = importlib.import_module(f"recipes.{script}").parse([*always, *words, "--use_cpu", "true"])
     assert any(getattr(one, "target_epsilon", None) in (2.0, 8.0) for one in arguments)
 
 
@@ -149,7 +151,10 @@ def write_files(folder: Path) -> None:
         with open(folder / name, "w", newline="") as file:
             csv.writer(file).writerows(rows)
     chats = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"it is {i}"}] for i in range(28)]
+    pairs = [{"prompt": f"{i}?", "chosen": f" it is {i}", "rejected": " no idea"} for i in range(28)]
     for name, rows in {
+        "preferences.jsonl": pairs[:24],
+        "held_out_preferences.jsonl": pairs[24:],
         "documents.jsonl": [{"text": text} for text in DOCUMENTS],
         "held_out.jsonl": [{"text": text} for text in DOCUMENTS[:8]],
         "chats.jsonl": [{"messages": chat} for chat in chats[:24]],
@@ -167,13 +172,16 @@ def models(tmp_path_factory, gpt2_dir: str, t5_dir: str) -> dict[str, str]:  # n
         LlamaForCausalLM, vocab_size=259, bos_token_id=1, eos_token_id=2, max_position_embeddings=256
     ).save_pretrained(folder / "chat")  # fmt: skip
     tiny.byte_tokenizer(TEMPLATE).save_pretrained(folder / "chat")
-    return {"glue": roberta, "linear_probe": roberta, "clm": gpt2_dir, "seq2seq": t5_dir, "sft": str(folder / "chat")}
+    chat = str(folder / "chat")
+    return {
+        "glue": roberta, "linear_probe": roberta, "clm": gpt2_dir, "seq2seq": t5_dir, "sft": chat, "preferences": chat,
+    }  # fmt: skip
 
 
 def changes(name: str, models: dict[str, str]) -> list[str]:
     """Flags that make a ready file a tiny run."""
     words = [word for flag, value in TINY.items() for word in (f"--{flag}", value)]
-    return [*words, "--model_name_or_path", models[script_of(name)], *MORE.get(name, [])]
+    return [*words, "--model_name_or_path", models[script_of(name)[0]], *MORE.get(name, [])]
 
 
 def test_a_ready_file_trains_and_flags_override_it(tmp_path, monkeypatch, run, models) -> None:
