@@ -1,0 +1,216 @@
+"""Private counts of records by public cells: one noisy vector for several histograms, counted by the run after it.
+
+A histogram is one step of DP-SGD on a linear loss. With x the vector that has a 1 at the cell of a record in each of k
+histograms, the loss ``-<w, x>`` has the gradient ``-x`` of norm ``sqrt(k)``. With a sample rate of 1, that clipping
+norm and a learning rate of 1, the weights after one step from 0 are ``(counts + noise) / n``. So `DPTrainer` does all
+that matters: the clip, the noise, the charge, the log, the statement and `hf-dpopt verify`. The run that follows names
+the folder in its `earlier_runs`, and its epsilon is that of both.
+
+Formal guarantee: all histograms together are one Gaussian mechanism. One record more or less moves their sum by
+``sqrt(k)`` in L2, and that is the clipping norm; under `replace_one` the noise is for twice that, and a record that is
+swapped moves it by ``sqrt(2k)``. Where users are protected, a user counts as the mean of her records, whose norm is at
+most ``sqrt(k)``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+from torch import nn
+
+from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, DPTrainingArguments
+from hf_dpopt.run.ledger import LEDGER, Ledger
+
+FOLDER = "histogram"
+MARK = "belongs_to.json"
+RECORDS_PER_USER = 1000  # whose mean counts; others of the user are left out by a draw
+
+
+class LinearCounts(nn.Module):
+    """Weights of which the gradient of a record is its vector of cells.
+
+    Args:
+        num_cells: cells of all histograms together.
+    """
+
+    def __init__(self, num_cells: int):
+        super().__init__()
+        self.cells = nn.Linear(num_cells, 1, bias=False)
+        nn.init.zeros_(self.cells.weight)
+
+    def forward(self, vectors: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        return {"logits": self.cells(vectors)[:, 0]}
+
+
+def negative_score(outputs: Mapping[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+    """Loss of each record, (B,), whose gradient is minus its vector."""
+    return -outputs["logits"]
+
+
+def vectors_of(cells: Sequence[Sequence[int]], sizes: Sequence[int]) -> torch.Tensor:
+    """Vectors of records, (B, sum of sizes): a 1 at the cell of each histogram.
+
+    Args:
+        cells: for each record its cell in each histogram.
+        sizes: number of cells of each histogram.
+    """
+    if any(not 0 <= cell < size for row in cells for cell, size in zip(row, sizes, strict=True)):
+        raise DPConfigError("A record lies outside the cells of a histogram. Give every record a cell of each.")
+    starts = torch.tensor([0, *np.cumsum(sizes)[:-1].tolist()])
+    vectors = torch.zeros(len(cells), sum(sizes))
+    return vectors.scatter_(1, torch.tensor(cells) + starts, 1.0)
+
+
+def release_counts(
+    cells: Mapping[str, Sequence[int]],
+    sizes: Mapping[str, int],
+    args: DPTrainingArguments,
+    epsilon: float,
+    *,
+    users: Sequence[Any] | None = None,
+) -> dict[str, np.ndarray]:
+    """Release all histograms with noise, and let the run of `args` that follows count them.
+
+    A folder that holds them already is read, and nothing is charged.
+
+    Args:
+        cells: name of a histogram -> cell of each record.
+        sizes: name -> number of cells, which is public.
+        args: arguments of the run that follows; its output_dir gets a folder, its `earlier_runs` an entry.
+        epsilon: budget of the histograms alone, at the delta of `args`; > 0.
+        users: user of each record, where users are protected.
+
+    Returns:
+        Name -> noisy counts, int64, >= 0: of records, or of users.
+
+    Raises:
+        DPConfigError: if the folder holds counts of other cells, or epsilon is not a part of the budget.
+        DPBudgetExceeded: if the counts were charged, and the run was stopped before they were saved.
+    """
+    folder = Path(args.output_dir) / FOLDER
+    num_units = len(next(iter(cells.values()))) if users is None else len(set(users))
+    counting = _arguments(args, folder, num_units, len(cells), epsilon)
+    mark = {"sizes": dict(sizes), "num_units": num_units, "target_epsilon": epsilon, "delta": args.target_delta}
+    saved = folder / "model.safetensors"
+    if not saved.is_file():
+        _count(cells, sizes, counting, users, mark)
+    elif (then := json.loads((folder / MARK).read_text())) != mark:
+        raise DPConfigError(
+            f"output_dir={args.output_dir}: {FOLDER} has other counts ({then}, now {mark}). Use another output_dir; "
+            "what was spent there stays spent."
+        )
+    if Ledger.read(folder / LEDGER).num_charged < 1:
+        raise DPConfigError(
+            f"{folder / LEDGER} has not charged the counts next to it: it was put back to an earlier state. Put the "
+            "whole ledger back, or use another output_dir."
+        )
+    before = args.earlier_runs or []
+    args.earlier_runs = [*([before] if isinstance(before, str) else before), str(folder)]
+    shares = load_file(saved)["cells.weight"].flatten().double() * num_units
+    counts = shares.round().clamp(min=0).long().numpy()  # after the noise: post-processing
+    return dict(zip(sizes, np.split(counts, np.cumsum(list(sizes.values()))[:-1]), strict=True))
+
+
+def _count(
+    cells: Mapping[str, Sequence[int]],
+    sizes: Mapping[str, int],
+    args: DPTrainingArguments,
+    users: Sequence[Any] | None,
+    mark: Mapping[str, Any],
+) -> None:
+    """Take the step, and save the weights."""
+    columns: dict[str, Any] = {"cells": list(map(list, zip(*(cells[name] for name in sizes), strict=True)))}
+    columns["labels"] = [0] * len(columns["cells"])  # the trainer wants some
+    if users is not None:
+        columns[str(args.user_id_column)] = list(users)
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        vectors = vectors_of([row["cells"] for row in rows], list(sizes.values()))
+        return {"vectors": vectors, "labels": torch.zeros(len(rows), dtype=torch.long)}
+
+    with _without_outlook():
+        trainer = DPTrainer(
+            model=LinearCounts(sum(sizes.values())),
+            args=args,
+            train_dataset=Dataset.from_dict(columns),
+            data_collator=collate,
+            per_example_loss_func=negative_score,
+        )
+        try:
+            trainer.train()
+        except DPBudgetExceeded as error:
+            raise DPBudgetExceeded(
+                f"The counts in {args.output_dir} were charged, and the run was stopped before they were saved. Start "
+                f"in another output_dir with --earlier_runs {args.output_dir}, which counts them."
+            ) from error
+    if trainer.is_world_process_zero():
+        (Path(args.output_dir) / MARK).write_text(json.dumps(mark, indent=1) + "\n")  # before the weights are there
+    trainer.save_model()
+
+
+def _arguments(
+    args: DPTrainingArguments, folder: Path, num_units: int, num_histograms: int, epsilon: float
+) -> DPTrainingArguments:
+    """Arguments of the step: those of the whole run where they say who and where."""
+    if args.target_epsilon is None or not 0 < epsilon < args.target_epsilon:
+        raise DPConfigError(
+            f"The histogram's epsilon={epsilon:g} is not a part of target_epsilon={args.target_epsilon}. Give "
+            "--target_epsilon, and a histogram_share between 0 and 1."
+        )
+    if args.tuned_runs is not None:
+        raise DPConfigError(f"tuned_runs={args.tuned_runs:g}: is not supported in two parts. Leave it out.")
+    names = {field.name for field in dataclasses.fields(DPTrainingArguments) if field.init}
+    shared = {name: getattr(args, name) for name in names & vars(args).keys() & SHARED}
+    return DPTrainingArguments(
+        **shared,
+        output_dir=str(folder),
+        target_epsilon=epsilon,
+        clipping_norm=math.sqrt(num_histograms),
+        expected_batch_size=num_units,  # everybody takes part
+        sampling="poisson",
+        max_steps=1,
+        per_device_train_batch_size=1024,
+        learning_rate=1.0,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        advisor="none",
+        user_weighting="mean",
+        records_per_user=RECORDS_PER_USER if args.privacy_unit == "user" else None,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+
+
+SHARED = {
+    "adjacency", "allow_large_delta", "data_dependent_preprocessing", "eval_data_privacy", "log_level",
+    "privacy_ledger", "privacy_ledger_epsilon", "privacy_unit", "private_state_dir", "seed", "target_delta",
+    "unsafe_fixed_noise_key", "use_cpu", "user_id_column",
+}  # fmt: skip
+
+
+@contextmanager
+def _without_outlook() -> Iterator[None]:
+    """Leave out the advice for training: one noisy step is all of a histogram."""
+
+    def is_no_advice(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(("Advisor:", "Advice:", "No advice:", "This run is expected"))
+
+    log = logging.getLogger("hf_dpopt")
+    log.addFilter(is_no_advice)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_no_advice)
