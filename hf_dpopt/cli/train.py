@@ -26,6 +26,7 @@ JOBS = {  # value of the key `job` -> script under recipes/, and flags
     "chat": ["sft"],
     "preference": ["preferences", "--job=dpo"],
     "reward": ["preferences", "--job=reward"],
+    "synthetic": ["synthetic"],
     "last_iterate_head": ["linear_probe"],
 }
 

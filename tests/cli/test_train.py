@@ -175,13 +175,15 @@ def models(tmp_path_factory, gpt2_dir: str, t5_dir: str) -> dict[str, str]:  # n
     chat = str(folder / "chat")
     return {
         "glue": roberta, "linear_probe": roberta, "clm": gpt2_dir, "seq2seq": t5_dir, "sft": chat, "preferences": chat,
+        "synthetic": chat,
     }  # fmt: skip
 
 
 def changes(name: str, models: dict[str, str]) -> list[str]:
     """Flags that make a ready file a tiny run."""
     words = [word for flag, value in TINY.items() for word in (f"--{flag}", value)]
-    return [*words, "--model_name_or_path", models[script_of(name)[0]], *MORE.get(name, [])]
+    encoder = ["--encoder_name_or_path", models["glue"], "--num_rows", "8"] if name == "synthetic" else []
+    return [*words, "--model_name_or_path", models[script_of(name)[0]], *encoder, *MORE.get(name, [])]
 
 
 def test_a_ready_file_trains_and_flags_override_it(tmp_path, monkeypatch, run, models) -> None:
