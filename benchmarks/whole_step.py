@@ -2,7 +2,7 @@
 
 A step is one update from `records` records in physical batches. Stock accumulates the gradients of as many; both end with
 the same AdamW (fused on a CUDA device, as the Trainer has it). What is not in it: sampling, collation and the ledger
-(`trainer_overhead.py`). `gpu.py --parts steps` measures it; functions only.
+(`training_time.py --where`). `gpu.py --parts steps` measures it; functions only.
 """
 
 from __future__ import annotations

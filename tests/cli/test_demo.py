@@ -91,7 +91,7 @@ def test_the_readme_has_the_numbers_of_ten_seeds() -> None:
         assert f"| `{trainer}` | {' | '.join(cells)} |" in readme
     ratio = {
         name: found["median"]
-        for name, found in json.loads((REPO / "docs/training_time.json").read_text())["ratios"].items()
+        for name, found in json.loads((REPO / "docs/training_time.json").read_text())["lora"]["ratios"].items()
     }
     assert f"takes {ratio['private / stock, grouped by length']:.2f} times as long as the stock" in readme
     assert (
