@@ -319,7 +319,7 @@ class _PairTrainer(DPTrainerMixin):
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         if dataset_name != "train":  # looked at before the model was made
             _check_pairs(dataset, f"{dataset_name} dataset")
-        return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        return super()._prepare_dataset(dataset, processing_class, args, dataset_name)  # type: ignore[misc]
 
 
 class DPDPOTrainer(_PairTrainer, DPOTrainer):
