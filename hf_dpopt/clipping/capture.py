@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_dpopt.clipping.contributions import Contribution
-from hf_dpopt.clipping.rules import COMPOSITES, fallback, flattening, is_adapter, rule_for
+from hf_dpopt.clipping.rules import COMPOSITES, calls_its_layers, fallback, flattening, is_adapter, rule_for
 from hf_dpopt.clipping.site import Site
 from hf_dpopt.clipping.units import Units
 from hf_dpopt.common.errors import UnsupportedModuleError
@@ -103,14 +103,22 @@ class Capture:
                         yield Site(path, module, own, composite.rule, self, composite.method, changes_shapes=True)
 
     def _adapters(self, model: nn.Module, captured: set[int]) -> Iterator[Site]:
-        """Layers of peft with trained parameters that no layer below them owns: each runs whole, record by record."""
+        """Layers of peft that own parameters or make weights out of those below: each runs whole, record by record."""
         whole: list[str] = []
         for path, module in model.named_modules():
             below = self._trained(module, below=True) if is_adapter(module) else {}
             own = {a: name for a, name in below.items() if id(module.get_parameter(a)) not in captured}
             if path.startswith(tuple(whole)):  # an adapter inside of one that runs whole
                 continue
-            if any(not _is_layer(module.get_submodule(a.rpartition(".")[0])) for a in own):
+            calls_layers = calls_its_layers(module) and all(
+                _is_layer(module.get_submodule(a.rpartition(".")[0])) for a in own
+            )
+            if own and type(module).__module__.startswith("peft.tuners.lily."):
+                raise UnsupportedModuleError(
+                    f"{path} is a layer of Lily, which averages the choice of its experts over the batch, so records "
+                    "influence each other. Use LoRA, DoRA or VeRA."
+                )
+            if own and not calls_layers:
                 fallback.check_draws(path, module)
                 whole.append(f"{path}.")
                 yield Site(path, module, own, fallback.forward, self)

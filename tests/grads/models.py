@@ -213,14 +213,22 @@ ADAPTERS: dict[str, Adapter] = {
         )),
     ),
     "bitfit": Adapter("BitFit (biases only)", _only_biases),
+    "ln-tuning": Adapter(
+        "LN tuning",
+        with_adapter(bert, lambda: peft.LNTuningConfig(target_modules=["LayerNorm"], task_type="SEQ_CLS")),
+    ),
 }  # fmt: skip
 
 _ENCODER_LAYERS = ("query", "value")
 _WHOLE: dict[str, tuple[str, dict[str, Any]]] = {  # kind of peft -> its name in the table, and its options
+    "BEFT": ("BEFT", {}),
     "BOFT": ("BOFT", dict(boft_block_size=4)),
     "C3A": ("C3A", dict(block_size=4)),
+    "DEFT": ("DEFT", dict(r=2)),
     "DELORA": ("DeLoRA", dict(r=2)),
     "FOURIERFT": ("FourierFT", dict(n_frequency=20)),
+    "FROD": ("FRoD", dict(progressbar=False)),
+    "GLORA": ("GLoRA", dict(r=2)),
     "GRALORA": ("GraLoRA", dict(r=2, gralora_k=2)),
     "HIRA": ("HiRA", dict(r=2)),
     "HRA": ("HRA", dict(r=2)),
@@ -228,12 +236,15 @@ _WHOLE: dict[str, tuple[str, dict[str, Any]]] = {  # kind of peft -> its name in
     "LOKR": ("LoKr", dict(r=2)),
     "MISS": ("MiSS", dict(r=2)),
     "OFT": ("OFT", dict(oft_block_size=4)),
+    "PEANUT": ("PEANuT", dict(r=2)),
     "PSOFT": ("PSOFT", dict(r=2)),
     "RANDLORA": ("RandLoRA", dict(r=2)),
     "ROAD": ("RoAd", dict(group_size=2)),
     "SHIRA": ("SHiRA", dict(r=2)),
+    "SUPERTUNING": ("SuperTuning", {}),
     "TINYLORA": ("TinyLoRA", dict(r=2)),
     "TRAINABLE_TOKENS": ("trainable tokens", dict(token_indices=[*range(3, 40)], target_modules=["word_embeddings"])),
+    "UNILORA": ("Uni-LoRA", dict(r=2, theta_d_length=32)),
     "VBLORA": ("VB-LoRA", dict(r=2, num_vectors=4, vector_length=4)),
     "VERA": ("VeRA", dict(r=2)),
     "WAVEFT": ("WaveFT", dict(n_frequency=20)),
@@ -249,6 +260,16 @@ def _whole(kind: str, **options: Any) -> Make:
 # Their layers are run whole, a record at a time: exact by one rule, whatever they compute.
 ADAPTERS_RUN_WHOLE = {
     **{kind.lower(): Adapter(label, _whole(kind, **options)) for kind, (label, options) in _WHOLE.items()},
+    "adaption-prompt": Adapter(
+        "LLaMA-Adapter (adaption prompt)",
+        with_adapter(llama, lambda: peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=1, task_type="CAUSAL_LM")),
+    ),
+    "cartridge": Adapter(
+        "Cartridge",
+        with_adapter(
+            llama, lambda: PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType.CARTRIDGE](**_VIRTUAL, task_type="CAUSAL_LM")
+        ),
+    ),
     "lora-tokens": Adapter(
         "LoRA with `trainable_token_indices`", lora(bert, ["query"], trainable_token_indices=[3, 4])
     ),

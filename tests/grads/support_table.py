@@ -41,7 +41,9 @@ LoRA on quantised base weights (bitsandbytes: nf4, with or without double quanti
 `llm_int8_threshold=0.0`) is exact to 1e-5 too: `tests/grads/test_quantised.py`. LLM.int8() with its default threshold is
 refused: one record's outliers change how the others are computed. So are other quantisations, which were not checked.
 
-Refused, by name: AdaLoRA and initialisations that look at the data (un-noised gradients), aLoRA, trainable experts and routers of
+Not tried: AdaMSS, CPT, Poly, multitask prompt tuning, Shadow, X-LoRA. Instead of a refused adapter use LoRA, DoRA or VeRA.
+
+Refused, by name: AdaLoRA and initialisations that look at the data (un-noised gradients), OSF (hooks on gradients), Lily (its router averages over the batch), aLoRA, trainable experts and routers of
 mixtures (which tokens an expert sees depends on the other records), DoRA on embeddings, BatchNorm, fp16; dropout inside
 a layer or adapter that runs a record at a time.
 

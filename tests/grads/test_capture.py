@@ -20,7 +20,7 @@ from hf_dpopt.clipping.capture import Capture
 from hf_dpopt.clipping.rules import COMPOSITES, RULES, broadcast, class_path, conv1d, fallback, linear, rule_for
 from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.records.losses import RecordLosses
-from tests.grads.models import MODELS, batch_for, bert, gpt2, llama
+from tests.grads.models import ADAPTERS_RUN_WHOLE, MODELS, batch_for, bert, gpt2, llama
 from tests.reference import clipping as reference
 
 
@@ -198,6 +198,24 @@ def test_adapters_run_record_by_record_may_not_draw(config):
     """Each record would be run again with another draw than the one the loss saw."""
     with pytest.raises(UnsupportedModuleError, match="Set its dropout to 0|Use VeRA"):
         Capture(peft.get_peft_model(bert(), config()))
+
+
+@pytest.mark.parametrize("kind", ["glora", "peanut", "beft", "deft", "frod", "unilora", "supertuning", "cartridge"])
+def test_adapters_far_from_their_start_are_exact_with_as_many_records_as_rows(kind):
+    """Fresh ones hide what they do; and where layers see 32 rows of a weight, these are not 32 records."""
+    model = ADAPTERS_RUN_WHOLE[kind].make().double()
+    for p in model.parameters():
+        if p.requires_grad:
+            nn.init.normal_(p, std=0.1)
+    batch = batch_for(model, [5] * 32)
+    want = reference.clipped_sum(model, batch, 0.1)
+    assert reference.relative_error(clipped_gradient_sum(model, batch, clipping_norm=0.1), want) < 1e-10
+
+
+def test_lily_is_refused_because_its_router_averages_over_the_batch():
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType.LILY](r=2, target_modules=["query"], task_type="SEQ_CLS")
+    with pytest.raises(UnsupportedModuleError, match="averages the choice of its experts.*Use LoRA, DoRA or VeRA"):
+        Capture(peft.get_peft_model(bert(), config))
 
 
 def test_dora_on_an_embedding_is_refused_by_name():

@@ -26,6 +26,11 @@ def is_adapter(module: nn.Module) -> bool:
     return any(class_path(cls) == "peft.tuners.tuners_utils.BaseTunerLayer" for cls in type(module).__mro__)
 
 
+def calls_its_layers(adapter: nn.Module) -> bool:
+    """Whether an adapter passes activations, not weights, through the layers below it."""
+    return type(adapter).__module__.startswith(("peft.tuners.lora.", "peft.tuners.ia3.", "peft.tuners.ln_tuning."))
+
+
 RULES: dict[str, Rule] = {
     class_path(nn.Linear): linear.forward,
     "transformers.pytorch_utils.Conv1D": conv1d.forward,

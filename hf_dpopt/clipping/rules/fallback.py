@@ -63,6 +63,11 @@ def _is_of_records(x: Any, num_records: int) -> bool:
     return isinstance(x, torch.Tensor) and x.dim() > 0 and x.size(0) == num_records
 
 
+def _is_cache(x: Any) -> bool:
+    """Whether this is a cache of keys and values; it holds those of the batch when a record is run again."""
+    return any(cls.__name__ == "Cache" and cls.__module__ == "transformers.cache_utils" for cls in type(x).__mro__)
+
+
 def _is_watched(output: Any) -> bool:
     return isinstance(output, torch.Tensor) and output.is_floating_point()
 
@@ -146,7 +151,8 @@ def forward(site: Site, *args: Any, **kwargs: Any) -> Any:
             outputs[i] = _for_each_record(site, outputs[i])
     # autograd runs a Function's backward only if an input wants a gradient; the anchor always does
     anchor = torch.zeros((), requires_grad=True)
-    seen = _Watched.apply(anchor, site, spec, leaves, *[outputs[i] for i in watched])
+    kept = [None if _is_cache(leaf) else leaf for leaf in leaves]
+    seen = _Watched.apply(anchor, site, spec, kept, *[outputs[i] for i in watched])
     for i, output in zip(watched, seen, strict=True):
         outputs[i] = output
     return pytree.tree_unflatten(outputs, out_spec)
