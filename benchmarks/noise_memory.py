@@ -4,6 +4,12 @@
 
 The noise of bands is made in three ways: "ring", the last outputs (bands of C); "window", the last draws (bands of B), kept;
 "again", the same draws made again. A time is the median over steps once rings and windows are full. Memory is counted from the tensors that a stream keeps. Needs torch, numpy, scipy and cryptography.
+
+    python benchmarks/noise_memory.py --mechanisms --coordinates 1000000 100000000 --output docs/noise_memory.json
+
+instead tells what a step's noise of every mechanism costs a run (`RUN`), in seconds of processors: measured where that takes
+no more than `AFFORDABLE` draws, else, and for `PLANNED` coordinates, computed from the rates of a draw and of a pass at the
+largest measured number of coordinates. It also names the mechanism that `auto` takes.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from typing import Any
 
 import torch
 
+from hf_dpopt import PrivacyConfig, PrivacyPlan, make_plan
 from hf_dpopt.noise import BandedInverse, BandedToeplitz, NoiseStrategy
 from hf_dpopt.noise.streams import StreamCost
 from hf_dpopt.randomness.chacha import ChaCha20Gaussian
@@ -112,6 +119,92 @@ def measure(coordinates: int, bands: int, options: argparse.Namespace) -> list[d
     return rows
 
 
+# --- every mechanism, as a run plans it ---
+
+RUN = {"num_examples": 512_000, "num_steps": 500}
+PLANNED = 7 * 10**9
+AFFORDABLE, LARGEST_KEPT = 2 * 10**9, 2**33  # normals drawn for a row, some 20 s of one core; bytes kept
+FULL = 16  # steps after which what is kept is all there: the bands, and a tree of 32 steps but one level
+WAYS: dict[str, dict[str, Any]] = {
+    "gaussian": {},
+    "banded: outputs kept": {"num_bands": 16},
+    "banded: drawn again": {"num_bands": 16, "backend": "regenerate"},
+    "banded_inverse: draws kept": {"num_bands": 16, "backend": "history"},
+    "banded_inverse: drawn again": {"num_bands": 16},
+    "nu_dpftrl": {},
+    "blt": {},
+    "honaker": {},
+    "tree": {},
+    "dense": {},
+    "fft": {},
+}
+
+
+def planned(name: str, **kwargs: Any) -> PrivacyPlan:
+    config = PrivacyConfig(
+        target_epsilon=8.0, target_delta=1e-6, expected_batch_size=1024, sampling="auto", noise_mechanism=name,
+        noise_kwargs=kwargs,
+    )  # fmt: skip
+    return make_plan(config, **RUN)
+
+
+def of_mechanism(way: str, plan: PrivacyPlan, coordinates: int, repetitions: int) -> dict[str, Any]:
+    """Seconds of processors of steps once what is kept is all there, or none where that would take too much.
+
+    Where nothing is kept, of steps in the middle of the run, whose number of draws is the mean.
+    """
+    cost = plan.cost
+    first = FULL if cost.kept else RUN["num_steps"] // 2
+    row = {"way": way, "coordinates": coordinates, **dataclasses.asdict(cost), "seconds": [], "kept_bytes": None}
+    to_draw = (repetitions + 1 + (first if cost.kept else 0)) * cost.draws
+    if to_draw * coordinates > AFFORDABLE or 4 * cost.kept * coordinates > LARGEST_KEPT:
+        return row
+    stream = plan.mechanism.stream(ChaCha20Gaussian(bytes(32)), 1.0, first_step=1, num_steps=RUN["num_steps"])
+    sums = {"all": torch.zeros(coordinates)}
+    stream.continue_at(first)
+    stream.add_(sums, first + 1)  # brings back what is kept; not timed
+    for step in range(first + 2, first + 2 + repetitions):
+        start = time.process_time()
+        stream.add_(sums, step)
+        row["seconds"].append(time.process_time() - start)
+    return row | {"kept_bytes": stream.bytes_kept()}
+
+
+def rates(coordinates: int, repetitions: int = 5) -> Speed:
+    """Seconds of processors of a draw and of a pass, at that many coordinates; medians."""
+    source, total, found = ChaCha20Gaussian(bytes(32)), torch.zeros(coordinates), []
+    for trial in range(repetitions):
+        start = time.process_time()
+        normal = source.normal((coordinates,), step=trial, tensor=0, device=total.device)
+        middle = time.process_time()
+        total.add_(normal, alpha=0.5)
+        found.append((middle - start, time.process_time() - middle))
+    draws, passes = zip(*found, strict=True)
+    return Speed(statistics.median(draws) / coordinates, statistics.median(passes) / coordinates)
+
+
+def measure_mechanisms(options: argparse.Namespace) -> dict[str, Any]:
+    speed = rates(max(options.coordinates))
+    rows = []
+    sizes = [*options.coordinates, PLANNED]
+    print(f"| noise | draws, passes, copies kept | {' | '.join(f'{n:.0e}' for n in sizes)} |")
+    print("|---|---|" + "---|" * len(sizes))
+    for way, kwargs in WAYS.items():
+        plan, cells = planned(way.split(":")[0], **kwargs), []
+        for coordinates in sizes:
+            row = of_mechanism(way, plan, coordinates, options.repetitions)
+            row["planned_seconds"] = speed.seconds(plan.cost, coordinates)
+            rows.append(row)
+            seconds = statistics.median(row["seconds"]) if row["seconds"] else row["planned_seconds"]
+            how, kept = "" if row["seconds"] else " (planned)", row["kept_bytes"] or 4 * plan.cost.kept * coordinates
+            cells.append(f"{seconds:.3g} s{how}, {kept / 2**30:.3g} GiB")
+        cost = plan.cost
+        print(f"| `{way}` | {cost.draws:.1f}, {cost.passes:.1f}, {cost.kept:.1f} | {' | '.join(cells)} |", flush=True)
+    chosen = planned("auto").strategy.name
+    print(f"\n`auto` takes {chosen}.")
+    return {"run": RUN, **dataclasses.asdict(speed), "auto": chosen, "rows": rows}
+
+
 def _wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -124,10 +217,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=256, help="of the run")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--mechanisms", action="store_true", help="every mechanism, as a run plans it; on a CPU")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     rows = []
     about = {"torch": torch.__version__, "machine": platform.machine(), "device": options.device}
+    if options.mechanisms:
+        content = {"about": about, "mechanisms": measure_mechanisms(options)}
+        if options.output is not None:
+            before = json.loads(options.output.read_text(encoding="utf-8")) if options.output.exists() else {}
+            options.output.write_text(json.dumps(before | content, indent=1) + "\n", encoding="utf-8")
+        return
     print("| coordinates | bands | way | s per step | predicted | kept, MiB | predicted | normals per step |")
     print("|---|---|---|---|---|---|---|---|")
     for coordinates in options.coordinates:
