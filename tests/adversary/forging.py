@@ -12,7 +12,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_dpopt import DPTrainer
-from tests import tiny
+from tests.helpers import tiny
 
 LEDGER = Path("privacy") / "ledger.jsonl"
 ALPHA = 1e-6  # probability of a false alarm, per step

@@ -24,7 +24,7 @@ from hf_dpopt import DPConfigError, DPTrainer, UnsupportedModuleError
 from hf_dpopt.preclip import queries
 from hf_dpopt.sampling import SAMPLERS
 from hf_dpopt.sampling.check import ParticipationCheck
-from tests import tiny
+from tests.helpers import tiny
 
 CLIPPING_NORM = 1.0
 SLACK = 1e-5

@@ -28,8 +28,8 @@ import peft
 import torch
 import transformers as tf
 
-from tests import tiny
 from tests.adversary import harness
+from tests.helpers import tiny
 
 NUM, ODD, VOCABULARY = 200, 150, tiny.VOCABULARY  # records; the odd one lies where no sample before training looks
 REPORT = Path(__file__).resolve().parents[2] / "docs" / "adversary_matrix.json"

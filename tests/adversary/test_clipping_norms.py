@@ -14,8 +14,8 @@ from hf_dpopt.common.checks import LARGEST_CLIPPING_NORM, SMALLEST_CLIPPING_NORM
 from hf_dpopt.postprocess import IndependentNoise
 from hf_dpopt.preclip import make_preclip
 from hf_dpopt.preclip.scale import ScaleThenPrivatize
-from tests import tiny
 from tests.adversary import harness
+from tests.helpers import tiny
 
 SIZES = [1e-2, 1.0, 1e2, 1e5, 1e9]  # gradients of the record / the clipping norm
 

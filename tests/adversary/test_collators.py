@@ -12,7 +12,6 @@ import transformers as tf
 
 from hf_dpopt.records.collation import Collation, is_known
 from hf_dpopt.records.limits import Limits
-from tests import tiny
 from tests.adversary.harness import (
     assert_kept,
     assert_kept_or_refused,
@@ -22,6 +21,7 @@ from tests.adversary.harness import (
     masked,
     words,
 )
+from tests.helpers import tiny
 
 NUM, WIDTH = 8, 6
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset
 
 from hf_dpopt import DPConfigError
-from tests import tiny
+from tests.helpers import tiny
 
 NUM = 200
 REFUSED = "held-out records"

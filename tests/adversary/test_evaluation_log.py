@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer
-from tests import tiny
 from tests.adversary.forging import records_of
+from tests.helpers import tiny
 
 LOG = Path("run/privacy/ledger.jsonl")
 

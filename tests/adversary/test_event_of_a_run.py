@@ -20,7 +20,7 @@ from hf_dpopt.cli.app import app
 from hf_dpopt.noise import MECHANISMS
 from hf_dpopt.preclip import PRECLIPS
 from hf_dpopt.sampling import SAMPLERS
-from tests import tiny
+from tests.helpers import tiny
 from tests.tuning.in_process import tune
 from tests.verify.forging import Folder
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hf_dpopt import DPConfigError
-from tests import tiny
 from tests.adversary.test_forged_ledgers import NUM_STEPS, RAN, SAVED_AT, Scene, made, scene, train
+from tests.helpers import tiny
 
 __all__ = ["made", "scene"]  # fixtures
 

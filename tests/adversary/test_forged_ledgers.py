@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer
-from tests import tiny
 from tests.adversary import forging
 from tests.adversary.forging import LEDGER, assert_fresh, records_of, write
+from tests.helpers import tiny
 
 SAVED_AT, RAN, NUM_STEPS = 2, 4, 6
 Records = list[dict[str, Any]]

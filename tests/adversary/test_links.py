@@ -10,7 +10,7 @@ import pytest
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.accounting.best_of_runs import RunCount
-from tests import tiny
+from tests.helpers import tiny
 from tests.tuning.in_process import tune
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer
 from hf_dpopt.accounting import certificates
-from tests import tiny
 from tests.adversary.forging import records_of, write
 from tests.adversary.test_evaluation_log import trainer as evaluator
 from tests.adversary.test_forged_ledgers import NUM_STEPS, RAN, Scene, list_files, made, scene, train
+from tests.helpers import tiny
 
 __all__ = ["made", "scene"]  # fixtures
 

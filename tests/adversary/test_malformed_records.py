@@ -15,10 +15,10 @@ from PIL import Image
 
 from hf_dpopt import DPStorageError
 from hf_dpopt.records.losses import RecordLosses
-from tests import tiny
 from tests.adversary import harness
 from tests.adversary.harness import Lazy, assert_refused, clipped_sums, influence, making, raising
 from tests.adversary.test_own_losses import by_record
+from tests.helpers import tiny
 from tests.reference import clipping as reference
 
 NUM = 90  # more than are looked at before training, where a dataset makes its records when asked

@@ -17,8 +17,8 @@ import transformers as tf
 import trl
 
 from hf_dpopt import DPConfigError, DPSeq2SeqTrainingArguments, DPTrainer, DPTrainerMixin, DPTrainingArguments
-from tests import tiny
 from tests.adversary.harness import words
+from tests.helpers import tiny
 
 BUDGETS = ({"target_epsilon": 8.0, "noise_multiplier": None}, {"noise_multiplier": 1.0})
 

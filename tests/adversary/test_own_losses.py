@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests import tiny
 from tests.adversary.harness import SLACK, assert_refused, clipped_sums, influence, making
+from tests.helpers import tiny
 
 WEIGHTS = [3, 1, 2, 5, 1, 4, 2, 7]
 

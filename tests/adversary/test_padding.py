@@ -15,9 +15,9 @@ import transformers as tf
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.records.losses import token_mean
-from tests import tiny
 from tests.adversary.harness import CLIPPING_NORM, SLACK, assert_refused, clipped_sums, making, trainer, words
 from tests.adversary.matrix import HEADS, stock
+from tests.helpers import tiny
 
 NUM, LONG = 40, 33  # records; the long one is not among those that are read before training
 Rows = list[dict[str, Any]]

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hf_dpopt import DPConfigError, DPTrainer
 from hf_dpopt.cli.app import app
-from tests import tiny
+from tests.helpers import tiny
 
 SECONDS = 20  # a command takes one; a pipe that nobody writes to, for ever
 STEPS, STOPPED_AT = 4, 3

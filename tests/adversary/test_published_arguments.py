@@ -23,7 +23,7 @@ import trl
 from huggingface_hub.utils import filter_repo_objects
 
 from hf_dpopt import DPConfigError, DPSeq2SeqTrainingArguments, DPTrainer, DPTrainingArguments
-from tests import tiny
+from tests.helpers import tiny
 
 TOKEN, KEY = "hf_" + "abcdefghijklmnopqrstuvwxyzABCDEFGH", "ab" * 32
 

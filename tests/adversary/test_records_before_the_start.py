@@ -14,8 +14,8 @@ import torch
 import transformers as tf
 
 from hf_dpopt import DPConfigError
-from tests import tiny
 from tests.adversary.harness import Lazy, assert_nothing_charged
+from tests.helpers import tiny
 
 
 def _numbers(wrong: float, every: int = 2) -> list[dict[str, Any]]:

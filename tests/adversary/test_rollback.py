@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer
-from tests import tiny
 from tests.adversary import forging
 from tests.adversary.forging import assert_fresh
+from tests.helpers import tiny
+from tests.helpers.run_files import ledger
 from tests.reliability.faults import watched
-from tests.run_files import ledger
 
 BACKUP_AT, STOPPED_AT, NUM_STEPS = 3, 5, 6
 MECHANISMS = {

@@ -7,8 +7,8 @@ import torch
 import transformers as tf
 
 from hf_dpopt.huggingface.refusals.model import check_model
-from tests import tiny
 from tests.adversary.harness import REFUSALS, assert_refused, making
+from tests.helpers import tiny
 
 ORIGINAL = 8  # positions the model was trained for; longer batches get other frequencies
 DYNAMIC = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10000.0}

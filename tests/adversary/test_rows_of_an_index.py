@@ -6,8 +6,8 @@ import datasets
 import pytest
 import torch
 
-from tests import tiny
 from tests.adversary.harness import assert_kept, assert_nothing_charged, clipped_sums, influence, trainer
+from tests.helpers import tiny
 from tests.reference import clipping as reference
 
 NUM = 10

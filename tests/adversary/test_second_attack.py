@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers as tf
 
-from tests import tiny
 from tests.adversary.harness import (
     Lazy,
     assert_adds_nothing,
@@ -25,6 +24,7 @@ from tests.adversary.harness import (
     words,
 )
 from tests.adversary.matrix import HEADS
+from tests.helpers import tiny
 
 NUM, BAD = 200, 150  # not among the records that are looked at before training
 DRAWN = [1, 5, 7, BAD, 160, 161]

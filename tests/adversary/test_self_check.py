@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from hf_dpopt.preclip import PRECLIPS
-from tests import tiny
 from tests.adversary.harness import SLACK, assert_refused, clipped_sums, influence, making, trainer
+from tests.helpers import tiny
 from tests.self_check.test_self_check import _quantising
 
 MIXED = "differs from a loop|another record moves it|change with the padding"

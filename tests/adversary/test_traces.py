@@ -24,8 +24,8 @@ from hf_dpopt import DPConfigError, UnsupportedModuleError
 from hf_dpopt.convex import compute_features
 from hf_dpopt.huggingface import evaluation
 from hf_dpopt.records.scores import Scores
-from tests import tiny
 from tests.adversary.harness import SLACK, words
+from tests.helpers import tiny
 
 REFUSALS = (DPConfigError, UnsupportedModuleError)
 EVALUATION = {

@@ -17,7 +17,7 @@ from hf_dpopt import PrivacyConfig, make_plan
 from hf_dpopt.accounting.events import flatten
 from hf_dpopt.accounting.random_allocation import BallsInBinsDpEvent
 from hf_dpopt.sampling import SAMPLERS
-from tests import tiny
+from tests.helpers import tiny
 
 ALPHA = 1e-6  # probability of a false alarm of each assertion, whatever the keys
 NUM, BATCH, GROUPS, STEPS = 120_000, 15_000, 4, 8

@@ -63,8 +63,8 @@ def on_ranks(within: Copy, num_ranks: int, settings: dict[str, Any]) -> tuple[li
     """Audit the copy in one process or several; return the findings that failed, and the smallest p-value."""
 
     def audited() -> list[tuple[list[str], float]]:
-        from tests import ranks  # of the copy, as is the guard
         from tests.audit import guard
+        from tests.helpers import ranks  # of the copy, as is the guard
 
         def of_a_rank() -> None:
             found = guard.failed_findings({"use_cpu": True} | settings)  # of gloo, wherever it runs

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, DPStorageError, PrivacyWarning
-from tests import tiny
+from tests.helpers import tiny
 
 SCRIPT = """
 import logging

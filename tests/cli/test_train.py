@@ -18,7 +18,7 @@ import pytest
 from transformers import LlamaForCausalLM, RobertaForSequenceClassification
 
 from hf_dpopt.cli import app, train
-from tests import tiny
+from tests.helpers import tiny
 from tests.recipes.conftest import gpt2_dir, save_roberta, t5_dir  # noqa: F401  fixtures
 from tests.recipes.test_sft import TEMPLATE
 from tests.recipes.texts import DOCUMENTS, PAIRS

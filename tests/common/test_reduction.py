@@ -22,7 +22,7 @@ from hf_dpopt.common.reduction import Layout, Reduction, piece_of
 from hf_dpopt.noise import independent_noise
 from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from hf_dpopt.run.step import clip_and_sum, with_last
-from tests.ranks import launch
+from tests.helpers.ranks import launch
 
 KEY = bytes(range(32))
 ENGINES = ("book_keeping", "two_pass")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import hf_dpopt
 from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
-from tests import tiny
+from tests.helpers import tiny
 
 REFUSED = {  # file that is missing -> arguments that name it
     "noise/tree.py": {"noise_mechanism": "tree"},

@@ -18,8 +18,8 @@ from hf_dpopt.noise import MECHANISMS
 from hf_dpopt.noise.strategy import _BY_NAME
 from hf_dpopt.optim import OPTIMIZERS
 from hf_dpopt.sampling import SAMPLERS
-from tests import tiny
 from tests.contract import noise, optimizers, postprocess, rules, sampling
+from tests.helpers import tiny
 from tests.huggingface.test_correlated_training import run_and_die_everywhere, trainer
 
 REGISTRIES = (MECHANISMS, _BY_NAME, SAMPLERS, RULES, OPTIMIZERS)

@@ -22,7 +22,7 @@ from hf_dpopt.convex import (
     find_head,
 )
 from hf_dpopt.convex.features import head_takes_bias
-from tests import tiny
+from tests.helpers import tiny
 
 SMALL = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=40)
 FAMILIES = {

@@ -26,7 +26,7 @@ from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.statement import render_statement
 from hf_dpopt.sampling import SAMPLERS
-from tests import tiny
+from tests.helpers import tiny
 
 KEY = "5a" * 32
 NUM_STEPS = 10

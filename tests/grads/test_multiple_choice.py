@@ -12,8 +12,8 @@ from torch import nn
 
 from hf_dpopt import clipped_gradient_sum
 from hf_dpopt.records.losses import RecordLosses
-from tests import tiny
 from tests.adversary import harness
+from tests.helpers import tiny
 from tests.reference import clipping as reference
 
 NUM_RECORDS, NUM_CHOICES = 3, 4

@@ -20,9 +20,9 @@ from hf_dpopt.public.subspace import PublicSubspace, RefreshedSubspace
 from hf_dpopt.records.losses import RecordLosses, num_records
 from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.run.step import private_step
-from tests import tiny
 from tests.grads.models import MODELS, batch_for
 from tests.grads.test_contributions import _make, _materialise
+from tests.helpers import tiny
 from tests.reference import clipping as clipping_reference
 from tests.reference import subspace as reference
 

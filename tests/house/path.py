@@ -29,7 +29,7 @@ def statements(path: Path) -> dict[int, int]:
 def run_by_default(folder: str) -> None:
     """Train and report as a first user does."""
     from hf_dpopt import DPTrainer, DPTrainingArguments
-    from tests import tiny
+    from tests.helpers import tiny
 
     args = DPTrainingArguments(
         output_dir=f"{folder}/out", private_state_dir=f"{folder}/keys", target_epsilon=8, num_train_epochs=2,

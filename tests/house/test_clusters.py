@@ -15,7 +15,7 @@ import yaml
 from transformers import BertTokenizer
 
 from hf_dpopt.run.ledger import LEDGER, Ledger
-from tests import tiny
+from tests.helpers import tiny
 from tests.house.test_packaging import instructions
 
 slow = pytest.mark.slow

@@ -70,6 +70,10 @@ def test_nothing_is_loose_at_the_top(package: Path):
     assert folders == set(ORDER), "a new package needs a place in the order of imports"
 
 
+def test_nothing_is_loose_in_the_tests(repo: Path):
+    assert {file.name for file in (repo / "tests").glob("*.py")} == {"__init__.py", "conftest.py"}
+
+
 def test_imports_between_packages_go_one_way(package: Path):
     modules, upwards = _modules(package), []
     for name in modules:
@@ -149,4 +153,4 @@ def test_tests_of_the_promise_stay_outside(repo: Path, folder: str):
         for file in (repo / "tests" / folder).rglob("*.py")
         for name in _inside(_tree(file))
     }
-    assert not found, "read the files of a run with tests/run_files.py"
+    assert not found, "read the files of a run with tests/helpers/run_files.py"

@@ -16,7 +16,7 @@ from hf_dpopt.huggingface.advisor import Trained, read_advised
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.plan import advice
 from recipes.classifiers import PromptConfig, PromptForSequenceClassification
-from tests.tiny import arguments, collate, model, records, trainer
+from tests.helpers.tiny import arguments, collate, model, records, trainer
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from hf_dpopt.noise import Participation
 from hf_dpopt.report.release_scan import scan_for_secrets
 from hf_dpopt.run.keys import secrets_in
 from hf_dpopt.run.ledger import Ledger
-from tests import tiny
+from tests.helpers import tiny
 
 NUM_STEPS = 8  # two epochs of four
 CASES = {

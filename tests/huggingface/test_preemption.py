@@ -13,7 +13,7 @@ from hf_dpopt import DPConfigError, DPStorageError
 from hf_dpopt.cli.app import app
 from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.run.run_log import RunLog
-from tests import tiny
+from tests.helpers import tiny
 from tests.run import preempted
 from tests.run.preempted import LOSES, NUM_STEPS, assert_same, kill, resume
 

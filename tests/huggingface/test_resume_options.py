@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_dpopt import DPConfigError
-from tests import tiny
+from tests.helpers import tiny
 
 
 def _run(folder, steps, model=None, **changes):

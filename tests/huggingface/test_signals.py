@@ -12,7 +12,7 @@ import torch
 
 from hf_dpopt.huggingface.preemption import SIGNALS, Preempted
 from hf_dpopt.run.ledger import Ledger
-from tests import tiny
+from tests.helpers import tiny
 from tests.run import preempted
 from tests.run.preempted import NUM_STEPS, assert_same, resume, undisturbed
 

@@ -15,7 +15,7 @@ from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.preclip import ScaleThenPrivatize
 from hf_dpopt.run.ledger import Ledger
-from tests import tiny
+from tests.helpers import tiny
 from tests.huggingface.test_correlated_training import RESUMED, run_and_die_everywhere, trainer
 from tests.reference import clipping as reference
 from tests.run.preempted import assert_same

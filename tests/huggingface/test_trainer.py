@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, make_plan
 from hf_dpopt.records.losses import RecordLosses
-from tests import tiny
+from tests.helpers import tiny
 from tests.reference import clipping as reference
 
 FIXED = "11" * 32

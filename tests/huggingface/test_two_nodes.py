@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import tiny
+from tests.helpers import tiny
 from tests.huggingface import two_node_run, two_nodes
 from tests.huggingface.two_node_run import USERS, authored, collate
 from tests.reference import clipping as reference

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from tests import ranks
+from tests.helpers import ranks
 from tests.huggingface import two_process_run
 from tests.reference import clipping as reference
 

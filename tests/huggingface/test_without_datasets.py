@@ -13,7 +13,7 @@ import sys
 sys.modules["datasets"] = sys.modules["pyarrow"] = None  # from here on they cannot be imported
 
 import transformers
-from tests import tiny
+from tests.helpers import tiny
 
 assert not transformers.utils.is_datasets_available()
 trainer = tiny.trainer(sys.argv[1], max_steps=2, skip_self_check=False)

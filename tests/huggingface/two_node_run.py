@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hf_dpopt import DPConfigError
 from hf_dpopt.common import collectives
 from hf_dpopt.convex import HeadConfig, HeadRun, make_head_plan
-from tests import tiny
+from tests.helpers import tiny
 
 FIXED = "22" * 32
 USERS = {

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import ranks
+from tests.helpers import ranks
 
 
 def unshare() -> list[str]:

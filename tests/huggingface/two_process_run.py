@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from hf_dpopt.common import collectives
 from hf_dpopt.run.journal import Journal
-from tests import tiny
+from tests.helpers import tiny
 from tests.run import preempted
 
 FIXED = "22" * 32

@@ -20,7 +20,7 @@ from hf_dpopt.common.reduction import Layout, piece_of
 from hf_dpopt.noise import gaussian, independent_noise
 from hf_dpopt.noise.gaussian import Flattened
 from hf_dpopt.randomness.chacha import CHUNK, ChaCha20Gaussian
-from tests.ranks import launch
+from tests.helpers.ranks import launch
 
 KEY = bytes(range(32))
 SHAPES = {"z": (3, CHUNK), "a": (1001,), "m": (), "none": (0, 4), "b": (7, 11, 13)}

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests import tiny
+from tests.helpers import tiny
 
 NUM_TRAIN, NUM_EVAL = 160, 24
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_dpopt import DPConfigError, clipped_gradient_sum
 from hf_dpopt.records.losses import decoder_inputs
-from tests import tiny
+from tests.helpers import tiny
 from tests.reference import clipping as reference
 
 VOCABULARY = 40

@@ -14,7 +14,7 @@ from peft import LoraConfig
 from transformers import BertForSequenceClassification, GPT2LMHeadModel, LlamaForCausalLM, TrainingArguments
 
 from hf_dpopt import DPConfigError, DPTrainerMixin, DPTrainingArguments
-from tests import tiny
+from tests.helpers import tiny
 from tests.migration.test_sft import _model
 from tests.reference import clipping as reference
 

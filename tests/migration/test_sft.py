@@ -14,7 +14,7 @@ from peft import LoraConfig
 from transformers import BitsAndBytesConfig, GPT2LMHeadModel, LlamaForCausalLM
 
 from hf_dpopt import DPConfigError, DPTrainingArguments
-from tests import tiny
+from tests.helpers import tiny
 from tests.reference import clipping as reference
 
 trl = pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test]'")

@@ -15,7 +15,7 @@ from hf_dpopt.plan.release import EarlierRun
 from hf_dpopt.run.earlier import read_earlier_runs
 from hf_dpopt.run.keys import private_dir
 from hf_dpopt.run.run_log import RunLog
-from tests.tiny import records, trainer
+from tests.helpers.tiny import records, trainer
 
 N, DELTA = 10_000, 1e-5
 

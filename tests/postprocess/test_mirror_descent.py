@@ -11,7 +11,7 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
 from hf_dpopt.public import PublicGradients
 from hf_dpopt.records.losses import RecordLosses
-from tests import tiny
+from tests.helpers import tiny
 
 
 def _public(model, num=8, batch_size=8) -> PublicGradients:

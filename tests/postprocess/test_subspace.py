@@ -14,7 +14,7 @@ from hf_dpopt.preclip.subspace_projection import ProjectedGradient, SubspaceAdaG
 from hf_dpopt.public import PublicGradients
 from hf_dpopt.public.subspace import PublicSubspace, RefreshedSubspace
 from hf_dpopt.records.losses import RecordLosses
-from tests import tiny
+from tests.helpers import tiny
 from tests.reference import subspace as reference
 
 SHAPES = {"weight": (4, 3), "bias": (5,)}

@@ -15,7 +15,7 @@ from hf_dpopt.clipping import ENGINES, make_engine
 from hf_dpopt.clipping.scaling import Diagonal, Scale
 from hf_dpopt.clipping.thresholds import FlatClipping
 from hf_dpopt.records.losses import RecordLosses
-from tests import tiny
+from tests.helpers import tiny
 
 USERS, ITEMS, K, NUM_RATINGS = 30, 40, 4, 900
 DELAY = 20

@@ -21,7 +21,7 @@ from hf_dpopt.preclip import OneQuery
 from hf_dpopt.records.losses import RecordLosses
 from hf_dpopt.run.keys import opening_key
 from hf_dpopt.run.ledger import LEDGER
-from tests import tiny
+from tests.helpers import tiny
 from tests.preclip.loop import CLIP_SGD, EXPECTED, NUM_RECORDS, Loop, gradient, plan
 from tests.preclip.loop import model as loop_model
 from tests.reference import clipping as reference

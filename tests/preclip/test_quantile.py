@@ -16,7 +16,7 @@ from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.clipping.units import Units
 from hf_dpopt.postprocess import IndependentNoise
 from hf_dpopt.preclip.quantile import FARTHEST
-from tests import tiny
+from tests.helpers import tiny
 
 ALPHA = 1e-6  # false-alarm probability of each random test
 

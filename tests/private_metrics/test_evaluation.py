@@ -18,7 +18,7 @@ from hf_dpopt.plan.evaluation_budget import EvaluationBudget, epsilon_of
 from hf_dpopt.records.scores import Scores
 from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.verify import verify
-from tests import tiny
+from tests.helpers import tiny
 
 ALPHA = 1e-6  # false-alarm probability of each random test
 OPTIONS = {"eval_data_privacy": "private", "eval_target_epsilon": 4.0}

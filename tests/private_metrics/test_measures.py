@@ -17,7 +17,7 @@ from hf_dpopt.plan.private_metrics import PrivateMetrics
 from hf_dpopt.records.losses import RecordLosses
 from hf_dpopt.run.metrics import quantile_of
 from hf_dpopt.users.user_batches import UserInParts, UsersBatch
-from tests import tiny
+from tests.helpers import tiny
 
 BOUND = {"loss_bound": 1.5}
 

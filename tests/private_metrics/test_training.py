@@ -15,7 +15,7 @@ from hf_dpopt.clipping.measures import MEASURES
 from hf_dpopt.noise.streams import NoiseStream
 from hf_dpopt.run.metrics import MetricsAtWork
 from hf_dpopt.verify import verify
-from tests import tiny
+from tests.helpers import tiny
 from tests.preclip.loop import CLIP_SGD, EXPECTED, Loop
 from tests.preclip.loop import plan as loop_plan
 from tests.run import preempted

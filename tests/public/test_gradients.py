@@ -14,8 +14,8 @@ from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.public import PublicGradients
 from hf_dpopt.records.losses import RecordLosses
-from tests import tiny
-from tests.ranks import launch
+from tests.helpers import tiny
+from tests.helpers.ranks import launch
 
 
 def _source(model=None, num: int = 10, batch_size: int = 4, **options) -> PublicGradients:

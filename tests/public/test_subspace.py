@@ -10,7 +10,7 @@ from hf_dpopt.public import PublicGradients
 from hf_dpopt.public import subspace as module
 from hf_dpopt.public.subspace import PublicSubspace, RefreshedSubspace
 from hf_dpopt.records.losses import RecordLosses
-from tests import tiny
+from tests.helpers import tiny
 from tests.reference import subspace as reference
 
 SHAPES = {"a": (5, 4), "scalar": (), "b": (7,), "c": (2, 3, 3)}

@@ -14,7 +14,7 @@ from transformers import (
 from hf_dpopt import DPConfigError
 from recipes.models import choose_trained, linear_layers
 from recipes.options import ModelArguments
-from tests import tiny
+from tests.helpers import tiny
 
 
 def classifier():

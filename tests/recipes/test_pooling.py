@@ -10,7 +10,7 @@ from hf_dpopt import DPConfigError
 from recipes.classifiers import FEATURE_NORM, PooledConfig, PooledForSequenceClassification, pool
 from recipes.glue import ModelArguments
 from recipes.glue_model import load_pooled, save_merged
-from tests import tiny
+from tests.helpers import tiny
 
 STATES_BTD = torch.tensor([[[1.0, 2.0], [3.0, 4.0], [100.0, 100.0]], [[5.0, 6.0], [7.0, 8.0], [9.0, 10.0]]])
 MASK_BT = torch.tensor([[1, 1, 0], [1, 1, 1]])

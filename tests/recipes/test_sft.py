@@ -14,7 +14,7 @@ pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test
 
 from recipes import sft
 from recipes.embedded import chats
-from tests import tiny
+from tests.helpers import tiny
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}"

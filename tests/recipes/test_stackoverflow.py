@@ -34,7 +34,7 @@ from recipes.stackoverflow_data import (
 from recipes.stackoverflow_files import open_source, parse_example
 from recipes.stackoverflow_model import TagModel, tag_losses, tag_metrics, word_metrics
 from recipes.stackoverflow_synthetic import example
-from tests.ranks import launch
+from tests.helpers.ranks import launch
 from tests.recipes.texts import words
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
 from recipes import warm_start as module
 from recipes.classifiers import PooledConfig, PooledForSequenceClassification
 from recipes.warm_start import warm_start
-from tests import tiny
+from tests.helpers import tiny
 
 pytestmark = pytest.mark.slow
 

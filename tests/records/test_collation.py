@@ -13,7 +13,7 @@ import transformers as tf
 
 from hf_dpopt.records.collation import KNOWN, Collation, is_known
 from hf_dpopt.records.trial import try_collation
-from tests import tiny
+from tests.helpers import tiny
 
 
 class _Subclass(tf.DataCollatorWithPadding):

@@ -18,7 +18,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.records.losses import IGNORED, RecordLosses, num_records, token_mean
-from tests import tiny
+from tests.helpers import tiny
 
 NUM_LABELS, LONG = 5, 300
 _LONG = {"max_position_embeddings": 320}

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, GPT2Config,
 from hf_dpopt import DPConfigError
 from hf_dpopt.common import log
 from hf_dpopt.records.unit import PEOPLE, recognise
-from tests import tiny
+from tests.helpers import tiny
 
 VOCABULARY, LENGTH, CLS, SEP, PAD = 200, 32, 1, 2, 0
 

@@ -10,7 +10,7 @@ import transformers as tf
 from torch import nn
 
 from hf_dpopt.run.ledger import LEDGER, Ledger
-from tests import tiny
+from tests.helpers import tiny
 
 NUM_RECORDS, NUM_TOKENS = 24, 6
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
-from tests import tiny
+from tests.helpers import tiny
 
 ROWS, CALLS = tiny.records(), itertools.count()
 

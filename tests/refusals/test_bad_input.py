@@ -16,7 +16,7 @@ import torch
 from hf_dpopt import DPBudgetExceeded, DPConfigError, PrivacyConfig, UnsupportedModuleError, make_plan
 from hf_dpopt.plan.options import GROUPS
 from hf_dpopt.run.ledger import LEDGER
-from tests import tiny
+from tests.helpers import tiny
 from tests.refusals import odd
 
 BUDGET = {"noise_multiplier": None}

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.cli.app import app
-from tests import tiny
+from tests.helpers import tiny
 
 BUDGET = {"noise_multiplier": None, "advisor": "none", "target_delta": None}
 

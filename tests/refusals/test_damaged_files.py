@@ -18,7 +18,7 @@ from hf_dpopt.convex import HeadConfig, HeadRun, compute_features, head_training
 from hf_dpopt.report.report import read_report
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.sampling import SAMPLERS
-from tests import tiny
+from tests.helpers import tiny
 from tests.refusals.test_bad_input import _charged
 
 PoissonSampler = SAMPLERS["poisson"]

@@ -12,7 +12,7 @@ import peft
 import pytest
 import transformers as tf
 
-from tests import tiny
+from tests.helpers import tiny
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer
 from hf_dpopt.cli.app import app
-from tests import tiny
+from tests.helpers import tiny
 
 
 def trainer(root: Path, stop: int = 4, **changes: Any) -> DPTrainer:

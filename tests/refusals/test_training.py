@@ -8,7 +8,7 @@ import transformers as tf
 from torch import nn
 
 from hf_dpopt import DPConfigError, DPTrainer, UnsupportedModuleError
-from tests import tiny
+from tests.helpers import tiny
 from tests.refusals.base import NUM_RECORDS, bert, records, small
 
 

@@ -30,8 +30,8 @@ import torch
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.common import log
-from tests import run_files, tiny
-from tests.run_files import LEDGER, UNFINISHED
+from tests.helpers import run_files, tiny
+from tests.helpers.run_files import LEDGER, UNFINISHED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 BEGIN, END = "<!-- faults: python -m tests.reliability.faults -->", "<!-- end of faults -->"

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hf_dpopt.cli.app import app
-from tests import run_files, tiny
+from tests.helpers import run_files, tiny
 from tests.reliability import faults
 from tests.reliability.faults import FAULTS, Folders
 

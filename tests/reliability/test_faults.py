@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
+from tests.helpers.run_files import UNFINISHED
 from tests.reliability import faults
 from tests.reliability.faults import FAULTS, STOPPED_AT, Fault, Folders, Seen
-from tests.run_files import UNFINISHED
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

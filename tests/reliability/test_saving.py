@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from hf_dpopt.cli.app import app
 from hf_dpopt.huggingface.checkpoints import surplus
-from tests import tiny
+from tests.helpers import tiny
+from tests.helpers.run_files import UNFINISHED
 from tests.reliability import faults
 from tests.reliability.faults import Folders
 from tests.run.one_run import settle
-from tests.run_files import UNFINISHED
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
 

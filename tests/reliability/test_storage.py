@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 
 from hf_dpopt import DPStorageError
 from hf_dpopt.cli import app
-from tests import run_files, tiny
+from tests.helpers import run_files, tiny
 from tests.reliability import faults
 from tests.reliability.faults import Folders, Seen
 

@@ -11,8 +11,8 @@ import torch
 from transformers import Trainer
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainerMixin
-from tests import tiny
-from tests.run_files import MANIFEST, UNFINISHED
+from tests.helpers import tiny
+from tests.helpers.run_files import MANIFEST, UNFINISHED
 
 
 def trainer(folder: Path, **changes: Any) -> DPTrainer:

@@ -20,7 +20,7 @@ from hf_dpopt.report import release_scan
 from hf_dpopt.report.model_card import add_privacy_section
 from hf_dpopt.report.release_scan import Finding, refuse_release, scan_for_secrets
 from hf_dpopt.report.report import write_report
-from tests import tiny
+from tests.helpers import tiny
 from tests.report.conftest import MakeFacts
 
 

@@ -10,7 +10,7 @@ import pytest
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.huggingface.release_guard import ReleaseGuard
 from hf_dpopt.run.checkpoint import UNPUBLISHED
-from tests import tiny
+from tests.helpers import tiny
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ from hf_dpopt.run.journal import JOURNAL, Journal
 from hf_dpopt.run.keys import Keys
 from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.run.run_log import RunLog, find_run
-from tests import ranks, tiny
+from tests.helpers import ranks, tiny
 from tests.run import preempted
 from tests.sharded.trained import allow_fsdp_on_cpus
 

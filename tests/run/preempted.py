@@ -26,7 +26,7 @@ from hf_dpopt.run.keys import Chain
 from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.run.run_log import RunLog
 from hf_dpopt.run.step import ask, clip_and_sum, in_step
-from tests import tiny
+from tests.helpers import tiny
 
 NUM_STEPS, SAVE_STEPS, TARGET = 8, 3, 6.0
 

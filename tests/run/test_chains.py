@@ -17,7 +17,7 @@ from hf_dpopt.run.checkpoint import write_manifest
 from hf_dpopt.run.journal import Journal
 from hf_dpopt.run.keys import private_dir, secrets_in
 from hf_dpopt.run.ledger import LEDGER, Ledger
-from tests import tiny
+from tests.helpers import tiny
 from tests.run import preempted
 from tests.run.one_run import begin, plan_of, release
 

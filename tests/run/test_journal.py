@@ -16,7 +16,7 @@ from hf_dpopt import DPConfigError
 from hf_dpopt.run.journal import JOURNAL, STEP, Journal
 from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.run.run_log import RunLog, find_run
-from tests import tiny
+from tests.helpers import tiny
 from tests.run import preempted
 
 

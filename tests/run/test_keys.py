@@ -28,7 +28,7 @@ from hf_dpopt.run.keys import (
     secrets_in,
     write_state,
 )
-from tests import tiny
+from tests.helpers import tiny
 
 
 @pytest.fixture

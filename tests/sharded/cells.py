@@ -34,7 +34,7 @@ from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.records.losses import RecordLosses
 from hf_dpopt.run.stages import Stages
 from hf_dpopt.users.user_batches import UsersBatch
-from tests import tiny
+from tests.helpers import tiny
 
 KEY = "22" * 32
 STEPS = 5

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import launch
+from tests.helpers.ranks import launch
 from tests.sharded import cells
 from tests.sharded.compare import compare
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_dpopt.common.sharding import has_shards
-from tests import ranks, tiny
+from tests.helpers import ranks, tiny
 from tests.sharded import trained
 from tests.sharded.compare import distance
 

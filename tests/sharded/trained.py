@@ -19,7 +19,7 @@ from torch import nn
 from transformers import BertForSequenceClassification
 
 from hf_dpopt.common.sharding import is_sharded, whole_of
-from tests import tiny
+from tests.helpers import tiny
 
 HANGS_AFTER = 240  # seconds; where each process waits is then printed
 CASES: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from hf_dpopt.cli.folders import show_ledger
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.run.dataset_ledger import DatasetLedger, Reservation, reserve
 from hf_dpopt.run.ledger import Ledger
-from tests import tiny
+from tests.helpers import tiny
 
 GAUSSIAN = GaussianDpEvent(2.0)
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from transformers import HfArgumentParser
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
-from tests import tiny
+from tests.helpers import tiny
 
 
 @dataclass

@@ -15,7 +15,7 @@ from hf_dpopt.common.types import SPOILT
 from hf_dpopt.records.losses import RecordLosses
 from hf_dpopt.run.kept_state import refuse_spoilt
 from hf_dpopt.users.local import LocalTraining, LocalUser, LocalUserBatch, _restoring, drop_diverged
-from tests import tiny
+from tests.helpers import tiny
 from tests.reference import clipping as reference
 from tests.users.test_training import _trainer
 

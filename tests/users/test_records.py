@@ -13,7 +13,7 @@ from hf_dpopt.accounting import accountants
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.sampling import CappedPoissonSampler, PoissonSampler
-from tests import tiny
+from tests.helpers import tiny
 from tests.reference import clipping as reference
 from tests.users.test_training import _trainer
 

@@ -12,7 +12,7 @@ import torch
 
 from hf_dpopt import DPConfigError, DPTrainer
 from hf_dpopt.users import UserBatch, UserInParts, UsersBatch, choose_rows
-from tests import tiny
+from tests.helpers import tiny
 from tests.reference import clipping as reference
 
 NUM_USERS, HEAVY = 20, 47  # records of user 3

@@ -15,7 +15,7 @@ import torch
 from hf_dpopt.convex.features import clip_features
 from hf_dpopt.convex.head_plan import HeadConfig, make_head_plan
 from hf_dpopt.convex.head_training import HeadRun
-from tests import tiny
+from tests.helpers import tiny
 
 REPORTS = Path(__file__).with_name("reports")
 SHAPE = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "max_position_embeddings": 16}

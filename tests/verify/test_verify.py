@@ -19,7 +19,7 @@ from hf_dpopt.noise.tree import TreeAggregation
 from hf_dpopt.verify import FAILED, NOT_CHECKED, verify
 from hf_dpopt.verify.matrices import Strategy, Uses, by_formula
 from hf_dpopt.verify.reading import Fields
-from tests import tiny
+from tests.helpers import tiny
 from tests.verify import runs
 from tests.verify.__main__ import BEGIN, END, PAGE, folders
 from tests.verify.forging import Folder

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from tests import tiny
 from tests.adversary import harness
 from tests.adversary.scan.classes import ModelClass, takes_labels
 from tests.adversary.scan.records import TOKENS, Data, data_for
 from tests.adversary.scan.tiny_configs import tiny_config
+from tests.helpers import tiny
 
 CLIPPING_NORM = 1e-3  # far below the gradients, so that every record is clipped and none can hide
 MAX_PARAMETERS = {2: 300_000_000, 1: 30_000_000}  # by the strength of the shrinking
