@@ -62,7 +62,6 @@ class EvaluationGuard:
         training: rows of the training set.
         place: moves a batch to the device.
         without_unused: takes columns that are not used from a stored dataset.
-        autocast: makes the context of a forward.
 
     Attributes:
         run: the run in progress, whose log is open, or the last one; None before.
@@ -77,11 +76,10 @@ class EvaluationGuard:
         *,
         place: Callable[[Any], Any],
         without_unused: Callable[[Any], Any],
-        autocast: Callable[[], contextlib.AbstractContextManager[Any]],
     ):
         self._args, self._plan, self._training, self._sets = inputs.args, plan, training, inputs.eval_dataset
         self._per_example_loss_func, self._place = inputs.per_example_loss_func, place
-        self._without_unused, self._autocast = without_unused, autocast
+        self._without_unused = without_unused
         self._held_out: tuple[Any, ...] = ()
         self._told = False
         self._seen: dict[str, list[Any]] = {}  # prefix -> sets that were evaluated under it
@@ -342,7 +340,7 @@ class EvaluationGuard:
     def _evaluating(self, model: nn.Module) -> Iterator[KeptState]:
         """Evaluation mode, under random numbers that nobody knows; all state of the model is restored after it."""
         kept, mode = keep_generators(conditions.device_of(model)), conditions.in_mode(model, training=False)
-        with kept, mode, torch.no_grad(), self._autocast():
+        with kept, mode, torch.no_grad():
             reseed_from_the_system()
             start = KeptState(model, has_caches=True)
             try:

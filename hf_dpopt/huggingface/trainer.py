@@ -143,7 +143,6 @@ class DPTrainerMixin(_Trainer):
             training,
             place=self._prepare_inputs,
             without_unused=functools.partial(without_unused, self._remove_unused_columns, "evaluation"),
-            autocast=self.compute_loss_context_manager,
         )
 
     # --- what a trainer has besides its hooks ------------------------------------------------------------------------
@@ -401,7 +400,8 @@ class DPTrainerMixin(_Trainer):
         with self._on_held_out(eval_dataset) as found:
             if not self._evaluation.is_private or isinstance(found, dict):  # which hands over one set after the other
                 return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
-            metrics = self._evaluation.evaluate(found, metric_key_prefix, self.model, self.data_collator)
+            with self.compute_loss_context_manager():
+                metrics = self._evaluation.evaluate(found, metric_key_prefix, self.model, self.data_collator)
             self.log(metrics)
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
             return metrics
