@@ -20,7 +20,7 @@ from hf_dpopt.noise.restarts import Restarted
 from hf_dpopt.noise.sensitivity import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy, from_parameters, is_whole
 from hf_dpopt.noise.streams import CorrelatedStream, NoiseStream, StreamCost
-from hf_dpopt.noise.workloads import Workload, linear_cooldown, momentum_workload, prefix_sum_workload
+from hf_dpopt.noise.workloads import Workload, linear_cooldown, momentum_workload
 from hf_dpopt.randomness.source import NoiseSource
 
 __all__ = [
@@ -55,7 +55,6 @@ __all__ = [
     "optimize_banded",
     "optimize_blt",
     "optimize_nu",
-    "prefix_sum_workload",
     "register",
 ]
 

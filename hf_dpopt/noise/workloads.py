@@ -63,11 +63,6 @@ class Workload:
             raise DPConfigError(f"The workload is of {self.n} steps, and the run of {n}. Make one for {n} steps.")
 
 
-def prefix_sum_workload(n: int) -> Workload:
-    """Plain SGD with a constant learning rate: iterates are prefix sums of gradients."""
-    return Workload((1.0,) * n)
-
-
 def momentum_workload(n: int, momentum: float, step_sizes: Sequence[float] | None = None) -> Workload:
     """SGD with heavy-ball momentum: ``A[t, s] = sum_{j=s}^{t} step_sizes[j] momentum^{j-s}``.
 
