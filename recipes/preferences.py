@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    lines = [("model", str(model_args.model_name_or_path)), ("pairs", str(len(rows["train"])))]
+    lines = [("model", str(model_args.model_name_or_path)), running.size_line(trainer, "pairs")]
     before = share_ranked_correctly(trainer) if rows["validation"] else None
     running.train(trainer, training_args)
     if before is not None:

@@ -77,6 +77,12 @@ def train_size(trainer: Trainer) -> dict[str, int]:
     return {"train_samples": len(trainer.train_dataset)} if users is None else {"train_users": users}
 
 
+def size_line(trainer: Trainer, records: str) -> tuple[str, str]:
+    """Line of a result with the number of records, or of users where that alone is public."""
+    users = num_users(trainer)
+    return (records, str(len(trainer.train_dataset))) if users is None else ("users", str(users))
+
+
 def records_of(name: str, dataset: Sized, trainer: Trainer, split: str) -> str:
     """A split in words, with the number of its records where that is public."""
     users = num_users(trainer)

@@ -84,7 +84,7 @@ def main(argv: list[str]) -> None:
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    lines = [("model", str(model_args.model_name_or_path)), ("records", str(len(rows["train"])))]
+    lines = [("model", str(model_args.model_name_or_path)), running.size_line(trainer, "records")]
     if rows["validation"]:
         questions = [prompt_of(row) for row in rows["validation"][:SHOWN]]
         before = answer(trainer, questions), trainer.evaluate()["eval_loss"]

@@ -48,6 +48,17 @@ def test_a_file_of_pairs_is_learned(pairs, capsys, job):
     assert adapter["task_type"] == {"dpo": "CAUSAL_LM", "reward": "SEQ_CLS"}[job]
 
 
+def test_the_number_of_pairs_is_not_printed_where_users_are_protected(pairs, capsys):
+    rows = [row | {"who": f"p{i % 8}"} for i, row in enumerate(_pairs(0, 24, "what"))]
+    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = _words(privacy_unit="user", user_id_column="who", expected_batch_size="4", target_delta="1e-2")
+    assert preferences.run(words) == 0, capsys.readouterr().err
+    result = capsys.readouterr().out.partition("Result")[2]
+    assert re.search(r"users +8\n", result) and "unit: user" in result and "\n  pairs " not in result
+    kept = "".join(path.read_text() for path in (pairs / "out").glob("*.json"))
+    assert '"train_users": 8' in kept and '"train_samples":' not in kept
+
+
 @pytest.mark.parametrize("job", ["dpo", "reward"])
 def test_a_preference_is_learned_without_privacy(pairs, capsys, job):
     words = _words("target_epsilon", job=job, non_private="true", learning_rate="1e-2", max_steps="30")
