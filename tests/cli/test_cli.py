@@ -309,6 +309,7 @@ def test_one_line_of_help_says_what_a_command_does(run: Run) -> None:
     code, out, _ = run("--help")
     lines = out.partition("Commands:\n")[2].splitlines()
     commands = [
+        "train",
         "demo",
         "plan",
         "verify",
