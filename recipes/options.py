@@ -228,17 +228,26 @@ def check(model_args: ModelArguments, data_args: Any, training_args: DPTrainingA
             "eval_data_privacy='private' releases noisy metrics alone; non_private and do_predict give exact values "
             "of records. Leave what was set of them out, or evaluate on public data."
         )
+    check_no_statement(data_args, training_args)
     if data_args.non_private:
-        if (Path(training_args.output_dir) / "privacy").exists():
-            raise DPConfigError(
-                f"{training_args.output_dir} holds the privacy statement of another run, which would stand beside a "
-                "model trained without privacy. Choose another --output_dir."
-            )
         accumulate(training_args)
     elif training_args.do_train:
         # wrong values end here, not after loading
         training_args.privacy_config(training_args.expected_batch_size or 1)
         check_arguments(training_args)
+
+
+def check_no_statement(data_args: Any, training_args: DPTrainingArguments) -> None:
+    """Refuse to train without privacy in the folder of a private run.
+
+    Raises:
+        DPConfigError: if it holds a statement.
+    """
+    if data_args.non_private and (Path(training_args.output_dir) / "privacy").exists():
+        raise DPConfigError(
+            f"{training_args.output_dir} holds the privacy statement of another run, which would stand beside a "
+            "model trained without privacy. Choose another --output_dir."
+        )
 
 
 def check_files(data_args: Any, training_args: DPTrainingArguments) -> None:

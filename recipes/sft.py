@@ -145,6 +145,7 @@ def parse(
         missing = "train_file" if data_args.train_file is None else "model_name_or_path"
         raise DPConfigError(f"{missing}: missing. Name a model and a training file, or neither for the embedded job.")
     options.check_counts(data_args)
+    options.check_no_statement(data_args, training_args)
     return data_args, training_args, model_args, is_embedded
 
 

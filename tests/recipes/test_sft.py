@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test]'")
 
-from recipes import sft
+from recipes import preferences, sft, synthetic
 from recipes.embedded import chats
 from tests.helpers import tiny
 
@@ -74,6 +74,24 @@ def test_the_same_without_privacy(folder, capsys):
     del words[words.index("--target_epsilon") : words.index("--target_epsilon") + 2]
     assert sft.run(words) == 0, capsys.readouterr().err
     assert "NONE (--non_private)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", [sft, preferences, synthetic])
+def test_nothing_is_trained_without_privacy_beside_the_statement_of_a_private_run(folder, capsys, recipe):
+    """Who finds the folder would take the statement for that of the model, and synthetic rows beside it for private."""
+    Path("out/privacy").mkdir(parents=True)
+    flags = [
+        "--model_name_or_path",
+        "model",
+        "--train_file",
+        "train.jsonl",
+        "--output_dir",
+        "out",
+        "--use_cpu",
+        "true",
+    ]
+    assert recipe.run([*flags, "--non_private", "true"]) == 2
+    assert "out holds the privacy statement of another run" in capsys.readouterr().err
 
 
 MESSAGES = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
