@@ -48,7 +48,10 @@ from datasets import Dataset
 
 from hf_dpopt import DPConfigError, DPSFTConfig, DPSFTTrainer
 from hf_dpopt.common.durable import write_durably
+from hf_dpopt.huggingface.refusals.data import check_evaluation
+from hf_dpopt.huggingface.refusals.gradient_stages import SHARED
 from hf_dpopt.huggingface.refusals.training_arguments import check_arguments
+from hf_dpopt.records.overlap import TrainingRows
 from hf_dpopt.run.keys import private_folder
 from recipes import options, running, sft
 from recipes.embedded.corpus import read_corpus
@@ -119,7 +122,7 @@ def main(argv: list[str]) -> None:
     running.set_up(training_args)
     running.check_evaluates_exactly(training_args)
     train, test, public = load_tables(args, is_embedded)
-    check(args, training_args, train, test)
+    check(args, training_args, train, test, public)
     sft.set_model(training_args, model_args, is_embedded)
     encoder = args.encoder_name_or_path or installed_encoder()
     controls = Controls.of(train, args.control_columns)
@@ -228,8 +231,13 @@ def _first(table: Table | None, most: int | None) -> Table | None:
     return None if table is None else Table(table.name, {k: v[:most] for k, v in table.columns.items()}, table.lines)
 
 
-def check(args: SyntheticArguments, training_args: DPSFTConfig, train: Table, test: Table | None) -> None:
-    """Refuse what would end the run after the counts were charged, and held-out rows that nobody declared."""
+def check(
+    args: SyntheticArguments, training_args: DPSFTConfig, train: Table, test: Table | None, public: Sequence[str]
+) -> None:
+    """Refuse what would end the run after the counts were charged, and training records where others are read.
+
+    Held-out rows and public text are read without noise; the trainer sees neither, so it cannot compare them.
+    """
     if not args.non_private:
         training_args.privacy_config(training_args.expected_batch_size or 1)
         check_arguments(training_args)
@@ -243,6 +251,20 @@ def check(args: SyntheticArguments, training_args: DPSFTConfig, train: Table, te
     for i, text in enumerate(train.columns[args.text_column]):
         if not str(text or "").strip():
             raise DPConfigError(f"{train.where(i)}: the text is empty. Remove the row.")
+    if args.non_private:
+        return
+    training = TrainingRows(_rows(train.columns[args.text_column]))
+    if test is not None:
+        check_evaluation(_rows(test.columns[args.text_column]), training)
+    if args.public_file is not None and training.make_up(_rows(public), SHARED):
+        raise DPConfigError(
+            f"public_file={args.public_file}: at least {SHARED:.0%} of it are texts of the training file, whose "
+            "clusters would be found without noise. Give text that is public, or leave it out."
+        )
+
+
+def _rows(texts: Sequence[Any]) -> list[dict[str, str]]:
+    return [{"text": " ".join(str(text).split())} for text in texts]
 
 
 def declare(args: SyntheticArguments, training_args: DPSFTConfig) -> None:

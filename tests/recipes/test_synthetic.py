@@ -127,6 +127,20 @@ def test_wrong_flags_end_in_one_line_and_charge_nothing(folder, capsys, changes,
     assert says in err and err.count("\n") == 1 and not Path("out").exists()
 
 
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [("validation_file", "The evaluation dataset is the training dataset"), ("public_file", "of the training file")],
+)
+def test_training_records_are_refused_where_rows_are_read_without_noise(folder, capsys, flag, says):
+    """Scores of training records would be exact values of them, and so would clusters of them."""
+    rows = [{"text": f"{text(i)} It was visit number {i}.", "label": ("food", "place")[i % 2]} for i in range(60)]
+    Path("mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    copied = [row | {"text": f" {row['text'].replace(' ', '  ')}"} for row in rows[30:]]
+    Path("copied.jsonl").write_text("".join(json.dumps(row) + "\n" for row in copied))
+    assert synthetic.run(words(train_file="mine.jsonl", **{flag: "copied.jsonl"})) == 2
+    assert says in capsys.readouterr().err and not Path("out").exists()
+
+
 def test_a_first_word_is_the_file_and_no_word_the_embedded_job(folder):
     args, _, _, is_embedded = synthetic.parse(["data.csv", "--model_name_or_path", "model", "--use_cpu", "true"])
     assert args.train_file == "data.csv" and not is_embedded
