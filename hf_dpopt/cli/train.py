@@ -116,6 +116,13 @@ def _check_key(name: str, key: yaml.Node, value: yaml.Node) -> None:
     for node, kind, said in ((yaml.SequenceNode, "list", "a list"), (yaml.MappingNode, "dict", "keys of its own")):
         if any(isinstance(one, node) for one in (value, *given)) and kind not in known[name]:
             raise _refusal(key, f"{name} takes one value, and has {said}. Write `{name}: value`.")
+    if isinstance(value, yaml.SequenceNode):  # each becomes a word of its own, and some words are flags
+        if found := [one for one in given if str(one.value).startswith("--")]:
+            raise _refusal(found[0], f"{name} has {shown(found[0].value)}, a flag. Make it a key of its own.")
+    if isinstance(value, yaml.MappingNode):
+        names = [str(inner.value) for inner, _ in value.value]
+        if twice := [one for one in names if names.count(one) > 1]:
+            raise _refusal(key, f"{twice[0]} is there twice in {name}. Keep one of them.")
 
 
 def _as_flag(name: str, value: yaml.Node) -> list[str]:

@@ -90,6 +90,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         ("job: chat\ntarget_epsilon: 3\ntarget-epsilon: 8", "line 3: target_epsilon is there twice. Keep one"),
         ("job: chat\ntarget_epsilon:", "line 2: target_epsilon has no value. Write one, or leave the key out."),
         ("job: chat\nmax_steps: [1, 2]", "line 2: max_steps takes one value, and has a list."),
+        (
+            "job: chat\nlora_target_modules: [q, --target_epsilon=9]",
+            "lora_target_modules has '--target_epsilon=9', a flag.",
+        ),
+        ("job: chat\nnoise_kwargs: {nu: 0.1, nu: 0.2}", "line 2: nu is there twice in noise_kwargs. Keep one of"),
         ("- job: chat", "config.yaml has no keys. Write one `key: value` per line"),
         ("", "config.yaml has no keys. Write one `key: value` per line"),
         ("job: [chat", 'config.yaml is not YAML: while parsing a flow sequence in "config.yaml", line 1'),
