@@ -94,7 +94,8 @@ def release_counts(
         Name -> noisy counts, int64, >= 0: of records, or of users.
 
     Raises:
-        DPConfigError: if the folder holds counts of other cells, or epsilon is not a part of the budget.
+        DPConfigError: if the folder holds counts of other cells, or output_dir a run that does not count these; if
+            epsilon is not a part of the budget.
         DPBudgetExceeded: if the counts were charged, and the run was stopped before they were saved.
     """
     folder = Path(args.output_dir) / FOLDER
@@ -102,6 +103,11 @@ def release_counts(
     counting = _arguments(args, folder, num_units, len(cells), epsilon)
     mark = {"sizes": dict(sizes), "num_units": num_units, "target_epsilon": epsilon, "delta": args.target_delta}
     saved = folder / "model.safetensors"
+    if not saved.is_file() and (Path(args.output_dir) / LEDGER).exists():
+        raise DPConfigError(
+            f"output_dir={args.output_dir}: has a run that does not count these histograms, or {FOLDER} was taken "
+            "away from it. Use another output_dir; what was spent there stays spent."
+        )
     if not saved.is_file():
         weights = _count(cells, sizes, counting, users, mark)
     elif (then := json.loads((folder / MARK).read_text())) == mark:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,17 @@ def test_counts_that_were_charged_and_lost_are_not_made_again(tmp_path):
     (tmp_path / "run" / FOLDER / "model.safetensors").unlink()
     with pytest.raises(DPBudgetExceeded, match="--earlier_runs"):
         release_counts(columns(EVERY), SIZES, arguments(tmp_path / "run"), 1.0)
+
+
+def test_counts_are_not_charged_for_a_run_that_would_not_count_them(tmp_path):
+    """One that took its steps in this folder already: it began with other earlier runs, or with none."""
+    args = arguments(tmp_path / "run")
+    release_counts(columns([EVERY[i % 24] for i in range(100)]), SIZES, args, 1.0)
+    after_it(tmp_path, args)
+    shutil.rmtree(tmp_path / "run" / FOLDER)
+    with pytest.raises(DPConfigError, match="a run that does not count these histograms"):
+        release_counts(columns([EVERY[i % 24] for i in range(100)]), SIZES, arguments(tmp_path / "run"), 1.0)
+    assert not (tmp_path / "run" / FOLDER).exists()
 
 
 @pytest.mark.parametrize(
