@@ -48,7 +48,7 @@ from datasets import Dataset
 
 from hf_dpopt import DPConfigError, DPSFTConfig, DPSFTTrainer
 from hf_dpopt.common.durable import write_durably
-from hf_dpopt.huggingface.refusals.data import check_evaluation
+from hf_dpopt.huggingface.refusals.data import check_batch, check_evaluation
 from hf_dpopt.huggingface.refusals.gradient_stages import SHARED
 from hf_dpopt.huggingface.refusals.training_arguments import check_arguments
 from hf_dpopt.records.overlap import TrainingRows
@@ -122,10 +122,9 @@ def main(argv: list[str]) -> None:
     running.set_up(training_args)
     running.check_evaluates_exactly(training_args)
     train, test, public = load_tables(args, is_embedded)
-    check(args, training_args, train, test, public)
+    controls = check(args, training_args, train, test, public)
     sft.set_model(training_args, model_args, is_embedded)
     encoder = args.encoder_name_or_path or installed_encoder()
-    controls = Controls.of(train, args.control_columns)
     declare(args, training_args)
     texts = [" ".join(str(text).split()) for text in train.columns[args.text_column]]
     logger.info("Embedding the public text and the training records.")
@@ -233,11 +232,21 @@ def _first(table: Table | None, most: int | None) -> Table | None:
 
 def check(
     args: SyntheticArguments, training_args: DPSFTConfig, train: Table, test: Table | None, public: Sequence[str]
-) -> None:
+) -> Controls:
     """Refuse what would end the run after the counts were charged, and training records where others are read.
 
     Held-out rows and public text are read without noise; the trainer sees neither, so it cannot compare them.
+
+    Returns:
+        The combinations of the control columns.
     """
+    names = args.control_columns or []
+    for name, why in ((args.text_column, "the texts"), (training_args.user_id_column, "the users")):
+        if name in names:
+            raise DPConfigError(
+                f"control_columns={' '.join(names)}: {name} has {why}, and the values of control columns are "
+                "published. Leave it out."
+            )
     if not args.non_private:
         training_args.privacy_config(training_args.expected_batch_size or 1)
         check_arguments(training_args)
@@ -248,11 +257,22 @@ def check(
         )
     if training_args.privacy_unit == "user":
         check_columns(train, {str(training_args.user_id_column): "user_id_column"}, "Name the column of the users.")
-    for i, text in enumerate(train.columns[args.text_column]):
-        if not str(text or "").strip():
-            raise DPConfigError(f"{train.where(i)}: the text is empty. Remove the row.")
+    for table in filter(None, (train, test)):
+        for i, text in enumerate(table.columns[args.text_column]):
+            if not isinstance(text, str) or not text.strip():
+                raise DPConfigError(
+                    f"{table.where(i)}: {args.text_column!r} must be a string that is not empty. Correct or remove "
+                    "the row."
+                )
+    controls = Controls.of(train, names)
+    if test is not None:
+        controls.cells(test)
     if args.non_private:
-        return
+        return controls
+    of_users = training_args.privacy_unit == "user"
+    check_batch(
+        training_args, 0, len(set(train.columns[str(training_args.user_id_column)])) if of_users else len(train)
+    )
     training = TrainingRows(_rows(train.columns[args.text_column]))
     if test is not None:
         check_evaluation(_rows(test.columns[args.text_column]), training)
@@ -261,6 +281,7 @@ def check(
             f"public_file={args.public_file}: at least {SHARED:.0%} of it are texts of the training file, whose "
             "clusters would be found without noise. Give text that is public, or leave it out."
         )
+    return controls
 
 
 def _rows(texts: Sequence[Any]) -> list[dict[str, str]]:

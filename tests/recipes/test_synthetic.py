@@ -119,10 +119,37 @@ def test_the_same_without_privacy(folder, capsys):
         ({"noise_multiplier": "1"}, "Both target_epsilon and noise_multiplier are given"),
         ({"clipping_norm": "-1"}, "clipping_norm=-1"),
         ({"encoder_name_or_path": "nothere"}, "--encoder_name_or_path"),
+        ({"control_columns": "text"}, "control_columns=text: text has the texts, and the values"),
+        (
+            {"privacy_unit": "user", "user_id_column": "person", "control_columns": "person"},
+            "control_columns=person: person has the users, and the values",
+        ),
+        ({"expected_batch_size": "61"}, "expected_batch_size=61: a batch of 61 is larger than the dataset"),
+        (
+            {"privacy_unit": "user", "user_id_column": "person", "expected_batch_size": "21"},
+            "expected_batch_size=21: a batch of 21 is larger than the dataset",
+        ),
     ],
 )
 def test_wrong_flags_end_in_one_line_and_charge_nothing(folder, capsys, changes, says):
     assert synthetic.run(words(**changes)) == 2
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1 and not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("flag", "row", "says"),
+    [
+        ("train_file", {"text": 5}, "odd.jsonl, line 2: 'text' must be a string that is not empty"),
+        ("train_file", {"text": ["a"]}, "odd.jsonl, line 2: 'text' must be a string that is not empty"),
+        ("validation_file", {"text": None}, "odd.jsonl, line 2: 'text' must be a string that is not empty"),
+        ("validation_file", {"label": "shop"}, "odd.jsonl, line 2: ('shop',) is not in the training file"),
+    ],
+)
+def test_a_wrong_row_ends_in_one_line_and_charges_nothing(folder, capsys, flag, row, says):
+    rows = [{"text": "a mill.", "label": "food"}, {"text": "a mill.", "label": "food"} | row]
+    Path("odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert synthetic.run(words(**{flag: "odd.jsonl"})) == 2
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1 and not Path("out").exists()
 
