@@ -37,14 +37,13 @@ if __name__ == "__main__":  # run as a script: the repository root is not on the
 
 import torch
 import yaml
-from datasets import Dataset
 
 from hf_dpopt import DPConfigError, DPDPOConfig, DPDPOTrainer, DPRewardConfig, DPRewardTrainer
 from hf_dpopt.records.losses import answer_log_probabilities
 from recipes import options, running, sft
 from recipes.embedded.chats import read_pairs
 
-from trl import DPOTrainer, RewardTrainer, get_peft_config, get_quantization_config  # isort: skip
+from trl import DPOTrainer, RewardTrainer  # isort: skip
 
 JOBS: dict[str, tuple[Any, Any, Any]] = {  # configuration, private trainer, stock trainer
     "dpo": (DPDPOConfig, DPDPOTrainer, DPOTrainer),
@@ -70,18 +69,11 @@ def main(argv: list[str]) -> None:
     data_args, training_args, model_args, is_embedded = parse(argv)
     running.set_up(training_args)
     running.check_evaluates_exactly(training_args)
-    rows = load_rows(data_args, is_embedded)
+    rows = sft.load_rows(data_args, read_pairs() if is_embedded else None, LAYOUTS)
     sft.set_model(training_args, model_args, is_embedded)
 
     _, private, stock = JOBS[data_args.job]
-    trainer = (stock if data_args.non_private else private)(
-        model=model_args.model_name_or_path,
-        args=training_args,
-        train_dataset=Dataset.from_list(rows["train"]),
-        eval_dataset=Dataset.from_list(rows["validation"]) if rows["validation"] else None,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-    )
+    trainer = sft.make_trainer(stock if data_args.non_private else private, training_args, model_args, rows)
     lines = [("model", str(model_args.model_name_or_path)), running.size_line(trainer, "pairs")]
     before = share_ranked_correctly(trainer) if rows["validation"] else None
     running.train(trainer, training_args)
@@ -125,20 +117,6 @@ def job_of(argv: list[str]) -> str:
     if job not in JOBS:
         raise DPConfigError(f"job={job!r} is not a job. Use one of: {', '.join(JOBS)}.")
     return job
-
-
-def load_rows(data_args: DataArguments, is_embedded: bool) -> dict[str, list[dict[str, Any]]]:
-    """Split -> pairs; "validation" may be empty.
-
-    Raises:
-        DPConfigError: if a file cannot be read.
-    """
-    files = {"train": data_args.train_file, "validation": data_args.validation_file}
-    limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
-    rows = (
-        read_pairs() if is_embedded else {k: sft.read_rows(path, LAYOUTS) if path else [] for k, path in files.items()}
-    )
-    return {split: found[: limits[split]] for split, found in rows.items()}
 
 
 @torch.no_grad()

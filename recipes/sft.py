@@ -73,17 +73,10 @@ def main(argv: list[str]) -> None:
     data_args, training_args, model_args, is_embedded = parse(argv)
     running.set_up(training_args)
     running.check_evaluates_exactly(training_args)
-    rows = load_rows(data_args, is_embedded)
+    rows = load_rows(data_args, embedded_rows() if is_embedded else None)
     set_model(training_args, model_args, is_embedded)
-    trainer_class: Any = SFTTrainer if data_args.non_private else DPSFTTrainer
-    trainer = trainer_class(
-        model=model_args.model_name_or_path,
-        args=training_args,
-        train_dataset=Dataset.from_list(rows["train"]),
-        eval_dataset=Dataset.from_list(rows["validation"]) if rows["validation"] else None,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-    )
+    trainer_class = SFTTrainer if data_args.non_private else DPSFTTrainer
+    trainer = make_trainer(trainer_class, training_args, model_args, rows)
     lines = [("model", str(model_args.model_name_or_path)), running.size_line(trainer, "records")]
     if rows["validation"]:
         questions = [prompt_of(row) for row in rows["validation"][:SHOWN]]
@@ -173,19 +166,43 @@ def set_model(training_args: Any, model_args: ModelConfig, is_embedded: bool) ->
     }
 
 
-def load_rows(data_args: DataArguments, is_embedded: bool) -> dict[str, list[dict[str, Any]]]:
+def load_rows(
+    data_args: DataArguments,
+    embedded: Mapping[str, list[dict[str, Any]]] | None,
+    layouts: Sequence[tuple[str, ...]] = LAYOUTS,
+) -> dict[str, list[dict[str, Any]]]:
     """Split -> rows; "validation" may be empty.
+
+    Args:
+        embedded: the same of the embedded job, which reads no file.
+        layouts: columns of a record, as `read_rows` takes them.
 
     Raises:
         DPConfigError: if a file cannot be read.
     """
-    if is_embedded:
-        rows = {split: [as_pair(row) for row in found] for split, found in read_chats().items()}
-    else:
-        files = {"train": data_args.train_file, "validation": data_args.validation_file}
-        rows = {split: read_rows(path) if path else [] for split, path in files.items()}
+    files = {"train": data_args.train_file, "validation": data_args.validation_file}
+    rows = embedded or {split: read_rows(path, layouts) if path else [] for split, path in files.items()}
     limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
     return {split: found[: limits[split]] for split, found in rows.items()}
+
+
+def make_trainer(
+    trainer_class: Any, training_args: Any, model_args: ModelConfig, rows: Mapping[str, list[dict[str, Any]]]
+) -> Any:
+    """A trainer of the model, with the adapter that the flags ask for.
+
+    Args:
+        rows: training records, and held-out ones if there are any.
+    """
+    datasets = {split: Dataset.from_list(found) for split, found in rows.items() if found}
+    return trainer_class(
+        model=model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=datasets["train"],
+        eval_dataset=datasets.get("validation"),
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
 
 
 def read_rows(path: str, layouts: Sequence[tuple[str, ...]] = LAYOUTS) -> list[dict[str, Any]]:
@@ -228,6 +245,11 @@ def _is_filled(value: Any) -> bool:
             for message in value
         )
     return isinstance(value, str) and bool(value.strip())
+
+
+def embedded_rows() -> dict[str, list[dict[str, Any]]]:
+    """Split -> embedded conversations."""
+    return {split: [as_pair(row) for row in found] for split, found in read_chats().items()}
 
 
 def as_pair(row: dict[str, Any]) -> dict[str, Any]:

