@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test
 from recipes import preferences, sft, synthetic
 from recipes.embedded import chats
 from tests.helpers import tiny
+from tests.helpers.ranks import Ranks
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}"
@@ -145,6 +147,21 @@ def test_a_flag_with_dashes_is_the_same_flag(folder, monkeypatch):
         1.0, "train.jsonl", "model",
     )  # fmt: skip
     assert sft.parse(["--non-private", "true", "--use_cpu", "true"])[1].target_epsilon is None
+
+
+def test_all_processes_name_the_same_folder(folder):
+    """The name of the folder holds the time, and clocks differ."""
+    words = ["--model_name_or_path", "model", "--train_file", "train.jsonl", "--use_cpu", "true"]
+
+    def name() -> None:
+        if os.environ["RANK"] == "1":
+            sft.time.strftime = lambda form: "later"
+        Path(f"named-{os.environ['RANK']}").write_text(sft.parse(words)[1].output_dir)
+
+    ranks = Ranks(name, 2, folder / "logs")
+    ranks.wait()
+    assert ranks.codes == {0: 0, 1: 0}
+    assert Path("named-0").read_text() == Path("named-1").read_text()
 
 
 @pytest.mark.parametrize("flag", ["train_file", "model_name_or_path"])
