@@ -76,7 +76,8 @@ def section(found: dict[str, Any]) -> str:
         "then one without each. *Exact*: in float64 no record moved the clipped sum by more than a clipping norm "
         "(1 + 1e-5), with every record clipped. Classes that see and read were given text alone where that is enough; "
         "heads of pictures, sounds and choices a cross entropy as `per_example_loss_func`. A row says so, and whether "
-        "float32 was needed (models that round to it inside).\n",
+        "float32 was needed (models that round to it inside). Where the tables above differ, they are newer: parameters "
+        "that a module with children uses itself, such as class tokens, are trained since 2026-11-26.\n",
         _counts(counts),
         _names("Exact, full finetuning", by_verdict[EXACT]),
         _names("Exact with LoRA; full finetuning is refused", by_verdict["LoRA"]),
