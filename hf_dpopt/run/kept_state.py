@@ -25,8 +25,8 @@ from hf_dpopt.common.types import SPOILT
 LARGEST_COPY = 2**24  # bytes of a buffer that is kept as a copy for a whole training
 SMALL = 2**20  # bytes of a buffer that is compared every time
 BLOCK = 2**24  # bytes that are hashed at once
-WORDS = 2**22  # that are summed at once; on a CPU, where the products should stay in the caches:
-CACHED_WORDS = 2**16
+WORDS = 2**22  # that are summed at once
+CACHED_WORDS = 2**16  # the same on a CPU, whose caches should hold the products
 EXTRA = "_extra_state"  # end of a name in a state dict
 CONFIGS = ("config", "generation_config")  # attributes of a model
 WRITTEN_BY_TRANSFORMERS = "problem_type"  # of a classifier, at its first loss; it depends on types and shapes alone
