@@ -35,6 +35,7 @@ if __name__ == "__main__":  # run as a script: the repository root is not on the
     if importlib.util.find_spec("trl") is None:
         sys.exit("error: recipes/sft.py needs the package trl. Run: pip install 'hf-dpopt[chat]'")
 
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from transformers import AutoConfig, GenerationConfig
 
@@ -139,6 +140,8 @@ def parse(
         raise DPConfigError(f"{missing}: missing. Name a model and a training file, or neither for the embedded job.")
     options.check_counts(data_args)
     options.check_no_statement(data_args, training_args)
+    if "output_dir" not in given:  # the clocks of several processes differ
+        training_args.output_dir = broadcast_object_list([training_args.output_dir])[0]
     return data_args, training_args, model_args, is_embedded
 
 
