@@ -14,7 +14,6 @@ most ``sqrt(k)``.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,14 +24,13 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from safetensors.torch import load_file
 from torch import nn
 
-from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, DPTrainingArguments
-from hf_dpopt.run.ledger import LEDGER, Ledger
+from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
+from hf_dpopt.run.ledger import LEDGER
+from recipes import first_part
 
 FOLDER = "histogram"
-MARK = "belongs_to.json"
 RECORDS_PER_USER = 1000  # whose mean counts; others of the user are left out by a draw
 
 
@@ -102,28 +100,14 @@ def release_counts(
     num_units = len(next(iter(cells.values()))) if users is None else len(set(users))
     counting = _arguments(args, folder, num_units, len(cells), epsilon)
     mark = {"sizes": dict(sizes), "num_units": num_units, "target_epsilon": epsilon, "delta": args.target_delta}
-    saved = folder / "model.safetensors"
-    if not saved.is_file() and (Path(args.output_dir) / LEDGER).exists():
+    found = first_part.read_weights(folder, mark, "the counts")
+    if found is None and (Path(args.output_dir) / LEDGER).exists():
         raise DPConfigError(
             f"output_dir={args.output_dir}: has a run that does not count these histograms, or {FOLDER} was taken "
             "away from it. Use another output_dir; what was spent there stays spent."
         )
-    if not saved.is_file():
-        weights = _count(cells, sizes, counting, users, mark)
-    elif (then := json.loads((folder / MARK).read_text())) == mark:
-        weights = load_file(saved)["cells.weight"]
-    else:
-        raise DPConfigError(
-            f"output_dir={args.output_dir}: {FOLDER} has other counts ({then}, now {mark}). Use another output_dir; "
-            "what was spent there stays spent."
-        )
-    if Ledger.read(folder / LEDGER).num_charged < 1:
-        raise DPConfigError(
-            f"{folder / LEDGER} has not charged the counts next to it: it was put back to an earlier state. Put the "
-            "whole ledger back, or use another output_dir."
-        )
-    before = args.earlier_runs or []
-    args.earlier_runs = [*([before] if isinstance(before, str) else before), str(folder)]
+    weights = _count(cells, sizes, counting, users, mark) if found is None else found["cells.weight"]
+    first_part.count(args, folder)
     noised = weights.detach().cpu().flatten().double() * num_units
     counts = noised.round().clamp(min=0).long().numpy()  # after the noise: post-processing
     return dict(zip(sizes, np.split(counts, np.cumsum(list(sizes.values()))[:-1]), strict=True))
@@ -155,16 +139,8 @@ def _count(
             data_collator=collate,
             per_example_loss_func=negative_score,
         )
-        try:
-            trainer.train()
-        except DPBudgetExceeded as error:
-            raise DPBudgetExceeded(
-                f"The counts in {args.output_dir} were charged, and the run was stopped before they were saved. Start "
-                f"in another output_dir with --earlier_runs {args.output_dir}, which counts them."
-            ) from error
-    if trainer.is_world_process_zero():
-        (Path(args.output_dir) / MARK).write_text(json.dumps(mark, indent=1) + "\n")  # before the weights are there
-    trainer.save_model()
+        first_part.train(trainer, "the counts")
+    first_part.save(trainer, mark)
     return model.cells.weight
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import logging
 import math
 from collections.abc import Sequence
@@ -22,24 +21,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, default_data_collator
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, DPTrainingArguments, TrainingJob, advise
+from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments, TrainingJob, advise
 from hf_dpopt.convex.features import compute_features, find_head
 from hf_dpopt.plan.advice import HEAD_PASSES
 from hf_dpopt.run.keys import private_dir, private_folder
-from hf_dpopt.run.ledger import LEDGER, Ledger
+from recipes import first_part
 from recipes.classifiers import FEATURE_NORM, is_pooled
 from recipes.glue_data import ClassificationData
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "warm_start"
-MARK = "belongs_to.json"
 NORM = FEATURE_NORM  # of the features in training; those of a layer after a tanh are up to sqrt(H) long
 SHARE = 0.25  # of epsilon: on SST-2 it adds 1.3 % (epsilon 8) and 1.1 % (epsilon 3) to the noise of what follows
 LAYERS = 3  # the last ones: on SST-2 a head on them is 3 to 7 points ahead of one on a single state
@@ -198,8 +195,7 @@ class HeadForSequenceClassification(PreTrainedModel):
 
 def start_head(model: PreTrainedModel, records: Any, collate: Any, args: DPTrainingArguments, epsilon: float) -> None:
     """Train the head as `warm_start` does, and let the run of `args` that follows count it."""
-    head_run, before = warm_start(model, records, collate, args, epsilon), args.earlier_runs or []
-    args.earlier_runs = [*([before] if isinstance(before, str) else before), head_run]
+    first_part.count(args, Path(warm_start(model, records, collate, args, epsilon)))
 
 
 def warm_start(model: PreTrainedModel, records: Any, collate: Any, args: DPTrainingArguments, epsilon: float) -> str:
@@ -226,19 +222,12 @@ def warm_start(model: PreTrainedModel, records: Any, collate: Any, args: DPTrain
     assert isinstance(head, nn.Linear)
     folder = str(Path(args.output_dir) / FOLDER)
     head_args = _arguments(args, folder, len(records), epsilon, head)
-    saved, mark = Path(folder) / "model.safetensors", _mark(model, name, records, head_args)
+    mark = _mark(model, name, records, head_args)
     for directory in (args.private_state_dir, head_args.private_state_dir):  # features and keys are never published
         private_dir(directory, args.output_dir, is_read=True)
     private = private_folder(head_args.private_state_dir, folder)
-    if saved.is_file():  # of a run that was stopped later
-        _check_mark(Path(folder) / MARK, mark)
-        ledger = Ledger.read(Path(folder) / LEDGER)
-        if ledger.plan is None or ledger.num_charged < ledger.plan["num_steps"]:
-            raise DPConfigError(
-                f"{ledger.path} has charged fewer steps than the head beside it took: it was put back to an earlier "
-                "state. Put the whole ledger back, or use another output_dir."
-            )
-        weights = load_file(saved)
+    weights = first_part.read_weights(Path(folder), mark, "the head")
+    if weights is not None:  # of a run that was stopped later
         head.load_state_dict({key.removeprefix("classifier."): value for key, value in weights.items()})
         return folder
     with args.main_process_first(desc="features"):
@@ -258,18 +247,10 @@ def warm_start(model: PreTrainedModel, records: Any, collate: Any, args: DPTrain
         train_dataset=FeatureRows(features * scale, torch.tensor(records["label"])),
         data_collator=default_data_collator,
     )
-    try:
-        trainer.train()
-    except DPBudgetExceeded as error:
-        raise DPBudgetExceeded(
-            f"The warm start in {folder} was stopped on its way, and its steps are spent. Start in another "
-            f"output_dir with --earlier_runs {folder}, which counts them, or with another warm_start_epsilon."
-        ) from error
+    first_part.train(trainer, "the head")
     with torch.no_grad():
         head.weight *= scale
-    if trainer.is_world_process_zero():
-        (Path(folder) / MARK).write_text(json.dumps(mark, indent=1, sort_keys=True) + "\n")  # before the head is there
-    trainer.save_model()
+    first_part.save(trainer, mark)
     return folder
 
 
@@ -287,17 +268,6 @@ def _mark(model: PreTrainedModel, name: str, records: Any, args: DPTrainingArgum
         "target_epsilon": args.target_epsilon,
         "target_delta": args.target_delta,
     }
-
-
-def _check_mark(path: Path, now: dict[str, Any]) -> None:
-    """Refuse a head that was trained on features of another model, for other labels or another budget."""
-    then = json.loads(path.read_text()) if path.is_file() else {}
-    other = [f"{name}: {then.get(name)!r}, now {value!r}" for name, value in now.items() if then.get(name) != value]
-    if other:
-        raise DPConfigError(
-            f"{path.parent} holds the head of another run ({'; '.join(other)}). Use another output_dir; what was "
-            "spent there stays spent."
-        )
 
 
 def _arguments(

@@ -162,7 +162,7 @@ def test_counts_that_are_there_are_read_and_others_refused(tmp_path):
     assert args.earlier_runs == [str(tmp_path / "run" / FOLDER)]
     ledger = [json.loads(line) for line in (tmp_path / "run" / FOLDER / "privacy" / "ledger.jsonl").open()]
     assert sum(record["kind"] == "step" for record in ledger) == 1
-    with pytest.raises(DPConfigError, match="other counts"):
+    with pytest.raises(DPConfigError, match="the counts of another run"):
         release_counts(columns(EVERY), {**SIZES, "cluster": 5}, arguments(tmp_path / "run"), 1.0)
 
 
@@ -171,7 +171,7 @@ def test_counts_without_their_charge_are_refused(tmp_path):
     ledger = tmp_path / "run" / FOLDER / "privacy" / "ledger.jsonl"
     lines = ledger.read_text().splitlines(keepends=True)
     ledger.write_text("".join(lines[: next(i for i, line in enumerate(lines) if json.loads(line)["kind"] == "step")]))
-    with pytest.raises(DPConfigError, match="has not charged the counts"):
+    with pytest.raises(DPConfigError, match="charged fewer steps than the counts"):
         release_counts(columns(EVERY), SIZES, arguments(tmp_path / "run"), 1.0)
 
 
