@@ -142,6 +142,7 @@ def parse(
     options.check_no_statement(data_args, training_args)
     if "output_dir" not in given:  # the clocks of several processes differ
         training_args.output_dir = broadcast_object_list([training_args.output_dir])[0]
+    training_args.do_train = True  # asked for or not; `running.publish` writes the card of what was trained
     return data_args, training_args, model_args, is_embedded
 
 

@@ -44,6 +44,7 @@ def test_a_file_of_pairs_is_learned(pairs, capsys, job):
     assert re.search(r"held-out pairs +[\d.]+% ranked correctly before, [\d.]+% after", printed)
     assert "epsilon 7.9" in printed and ("reward accuracy" in printed) == (job == "dpo")
     assert (pairs / "out" / "privacy" / "statement.md").is_file()
+    assert "**epsilon = 7.9" in (pairs / "out" / "README.md").read_text()
     adapter = json.loads((pairs / "out" / "adapter_config.json").read_text())
     assert adapter["task_type"] == {"dpo": "CAUSAL_LM", "reward": "SEQ_CLS"}[job]
 
