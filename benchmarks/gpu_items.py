@@ -132,6 +132,13 @@ ITEMS = (
     _step("gpt2-large-lora", "gpt2-large", "lora", "--tokens 128 --repetitions 5", 6),
     _step("roberta-large-full-8192", "roberta-large", "full", "--tokens 128 --batch_tokens 8192"),
     _step("llama-8b-lora", "llama-8b", "lora", "--tokens 1024 --batch_tokens 8192 4096 --records 32 --repetitions 3", 8),
+    Item(
+        "launches",
+        ("{python}", "benchmarks/launches.py", "--shape", "roberta-large", "--device", "{device}", "--output",
+         "{output}"),
+        2,
+        tiny=("--shape", "roberta-256x4", "--batch", "2", "--tokens", "8"),
+    ),
     _step("gpt2-full", "gpt2", "full", "--tokens 128"),
     _step("gpt2-medium-full", "gpt2-medium", "full", "--tokens 128"),
     _step("roberta-large-full-512", "roberta-large", "full", "--tokens 512 --records 256 --repetitions 5", 5),
