@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from transformers import TrainingArguments
 
 from hf_dpopt.common import log
+from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError, Refusal, refuses
 from hf_dpopt.common.extras import missing
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
@@ -358,6 +359,9 @@ class DPDPOTrainer(_PairTrainer, DPOTrainer):
         # TRL finds stored values by this: not those that it, or this class with another max_length, computed before
         how = ("evaluation mode, pair by pair", self.args.max_length, self.args.truncation_mode, self.args.bf16)
         self._precompute_model_hash = f"{model_hash}, {how}"
+        # rank 0 writes the file that all read, and rows in memory have a folder of their own in each process
+        own_place, ranks = dataset._get_cache_file_path, current_ranks()
+        dataset._get_cache_file_path = lambda fingerprint: ranks.same(lambda: own_place(fingerprint))
         try:
             with contextlib.ExitStack() as modes:
                 for model in filter(None, (self.model, self.ref_model)):
@@ -365,6 +369,7 @@ class DPDPOTrainer(_PairTrainer, DPOTrainer):
                 return super()._precompute_ref_logps(dataset, name, 1)
         finally:
             self._precompute_model_hash = model_hash
+            del dataset._get_cache_file_path
 
     def _prepare_public(self, dataset: Any) -> Any:
         found = super()._prepare_public(dataset)

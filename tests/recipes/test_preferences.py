@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import fingerprint
 
 pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test]'")
 
 from recipes import preferences
 from recipes.embedded import chats
+from tests.helpers.ranks import Ranks
 from tests.recipes.test_sft import FLAGS, folder  # noqa: F401  a fixture
 
 FLAGS = FLAGS | {"train_file": "pairs.jsonl", "validation_file": "held_out.jsonl", "max_length": "64"}
@@ -47,6 +49,18 @@ def test_a_file_of_pairs_is_learned(pairs, capsys, job):
     assert "**epsilon = 7.9" in (pairs / "out" / "README.md").read_text()
     adapter = json.loads((pairs / "out" / "adapter_config.json").read_text())
     assert adapter["task_type"] == {"dpo": "CAUSAL_LM", "reward": "SEQ_CLS"}[job]
+
+
+def test_two_processes_share_the_values_of_the_reference(pairs, monkeypatch):
+    """`accelerate launch`: the rows are in memory, and the files of datasets in a folder of each process."""
+    monkeypatch.setattr(fingerprint, "_TEMP_DIR_FOR_TEMP_CACHE_FILES", None)
+
+    def train() -> None:
+        assert preferences.run(_words()) == 0
+
+    ranks = Ranks(train, 2, pairs / "logs")
+    ranks.wait()
+    assert ranks.codes == {0: 0, 1: 0}, "".join(log.read_text() for log in (pairs / "logs").iterdir())[-2000:]
 
 
 def test_the_number_of_pairs_is_not_printed_where_users_are_protected(pairs, capsys):
