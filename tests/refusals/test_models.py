@@ -133,9 +133,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "max_norm": (_embedding_with(max_norm=1.0), "word_embeddings renormalises.*Set max_norm=None"),
     "scale_grad_by_freq": (_embedding_with(scale_grad_by_freq=True), "word_embeddings.*Set scale_grad_by_freq=False"),
     "sparse": (_embedding_with(sparse=True), "word_embeddings.*Set sparse=False"),
-    "uncovered tensor": (
-        lambda: small(_ScaledForSequenceClassification),
-        "own_scale.*Freeze them.*LoRA",
+    "tensor beside dropout": (
+        lambda: small(_ScaledForSequenceClassification, hidden_dropout_prob=0.1),
+        r"^The model \(_ScaledForSequenceClassification\) draws at random.*Set its dropout to 0, or freeze",
     ),
     "gradient hook": (
         _bert_with(lambda m: m.classifier.weight.register_hook(lambda grad: grad)),
@@ -165,6 +165,7 @@ ALLOWED_MODELS: dict[str, Callable[[], nn.Module]] = {
         lambda m: (m.gradient_checkpointing_enable({"use_reentrant": True}), m.gradient_checkpointing_disable())
     ),
     "one device": _bert_with(lambda m: setattr(m, "hf_device_map", {"bert": "cpu", "classifier": "cpu"})),
+    "tensor of its own": lambda: small(_ScaledForSequenceClassification),
     "frozen tensor of its own": _only(lambda: small(_ScaledForSequenceClassification), "classifier"),
     "frozen scaled embedding": lambda: _only(_embedding_with(scale_grad_by_freq=True), "classifier")(),
 }

@@ -28,8 +28,9 @@ def check_draws(name: str, module: nn.Module) -> None:
     is_random = type(module).__module__.startswith("peft.tuners.pvera.")  # samples its vectors in every forward
     if dropped or shared or is_random:
         raise UnsupportedModuleError(
-            f"{name} ({type(module).__name__}) draws at random. Its gradients are found by running each record again, "
-            f"which would draw anew. {'Use VeRA.' if is_random else 'Set its dropout to 0, or freeze its parameters.'}"
+            f"{name or 'The model'} ({type(module).__name__}) draws at random. Its gradients are found by running "
+            "each record again, which would draw anew. "
+            f"{'Use VeRA.' if is_random else 'Set its dropout to 0, or freeze its parameters.'}"
         )
 
 
