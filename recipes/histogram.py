@@ -8,8 +8,8 @@ the folder in its `earlier_runs`, and its epsilon is that of both.
 
 Formal guarantee: all histograms together are one Gaussian mechanism. One record more or less moves their sum by
 ``sqrt(k)`` in L2, and that is the clipping norm; under `replace_one` the noise is for twice that, and a record that is
-swapped moves it by ``sqrt(2k)``. Where users are protected, a user counts as the mean of her records, whose norm is at
-most ``sqrt(k)``.
+swapped moves it by ``sqrt(2k)``. Where users are protected, a user counts as the mean of their records, whose norm is
+at most ``sqrt(k)``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hf_dpopt.run.ledger import LEDGER
 from recipes import first_part
 
 FOLDER = "histogram"
-RECORDS_PER_USER = 1000  # whose mean counts; others of the user are left out by a draw
+RECORDS_PER_USER = 1000  # more than that: a random draw of them counts
 
 
 class LinearCounts(nn.Module):

@@ -218,7 +218,9 @@ def test_checkpoints_for_the_journal_take_no_place_of_others(tmp_path):
 
 def test_a_journal_that_is_deleted_begins_anew_with_the_next_step(tmp_path):
     delete = tiny.At("step_end", lambda *_: shutil.rmtree(tmp_path / "out/_journal"), 3)
-    preempted.make(tmp_path, "gaussian", save_strategy="no", callbacks=[delete]).train()
+    trainer = preempted.make(tmp_path, "gaussian", save_strategy="no", callbacks=[delete])
+    trainer.train()
+    assert trainer.state.global_step == NUM_STEPS
 
 
 def test_a_run_with_public_gradients_saves_resumes_and_is_released(tmp_path):
