@@ -84,8 +84,8 @@ def train(name: str, options: argparse.Namespace) -> Path:
         "--train_file", str(options.work / "train.jsonl"), "--output_dir", str(folder),
         *f"--num_train_epochs {options.passes:g} --max_length 128 --use_peft --lora_r 8 --lora_target_modules all-linear "
         "--completion_only_loss true --report_to none --save_strategy no --per_device_train_batch_size 32 "
-        "--disable_tqdm true".split(),
-        *(["--bf16", "true"] if torch.cuda.is_available() else []),
+        "--disable_tqdm true --bf16 true".split(),
+        *([] if torch.cuda.is_available() else ["--use_cpu", "true"]),
     ]  # fmt: skip
     if "--target_epsilon" in command:
         command += [
