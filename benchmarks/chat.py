@@ -57,6 +57,8 @@ def read_pairs(file: Path) -> dict[str, list[Pair]]:
         question = row["text"].strip()
         if row["split"] not in pairs or not question.endswith("?") or len(question.split()) < 6:
             continue
+        if len(question) > 200:  # would leave no room for an answer in 128 tokens
+            continue
         for answer in rows[i + 1 : i + 9]:
             found = ADDRESSED.match(answer["text"])
             if found and owner.get(found[1].lower()) == row["user"] != answer["user"] and len(found[2].split()) >= 4:
