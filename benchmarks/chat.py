@@ -31,11 +31,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 REPO = Path(__file__).resolve().parents[1]
 ADDRESSED = re.compile(r"^([A-Za-z]\S{1,15})[:,]\s+(.+)")
+STOCK = "--non_private --gradient_accumulation_steps 4"
 RUNS = {  # name -> options
     "epsilon 8": "--target_epsilon 8",
     "epsilon 3": "--target_epsilon 3",
-    "stock, rate 2e-4": "--non_private --learning_rate 2e-4",
-    "stock, rate 1e-3": "--non_private --learning_rate 1e-3",
+    "stock, rate 2e-4": f"{STOCK} --learning_rate 2e-4",
+    "stock, rate 1e-3": f"{STOCK} --learning_rate 1e-3",
 }
 FIRST = "Maria Jonas Elif Pavel Aiko Bruno Chloe Dario Edith Farid".split()
 LAST = "Keller Novak Okafor Lindt Sato Moreau Haas Petrov Quinn Ruiz".split()
@@ -85,7 +86,7 @@ def train(name: str, options: argparse.Namespace) -> Path:
         sys.executable, str(REPO / "recipes" / "sft.py"), *RUNS[name].split(), "--model_name_or_path", options.model,
         "--train_file", str(options.work / "train.jsonl"), "--output_dir", str(folder),
         *f"--num_train_epochs {options.passes:g} --max_length 128 --use_peft --lora_r 8 --lora_target_modules all-linear "
-        "--completion_only_loss true --report_to none --save_strategy no --per_device_train_batch_size 32 "
+        "--completion_only_loss true --report_to none --save_strategy no --per_device_train_batch_size 8 "
         "--disable_tqdm true --bf16 true".split(),
         *([] if torch.cuda.is_available() else ["--use_cpu", "true"]),
     ]  # fmt: skip

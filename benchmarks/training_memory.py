@@ -34,12 +34,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "gaussian": {},
     "nu_dpftrl": {"noise_mechanism": "nu_dpftrl"},
     "blt": {"noise_mechanism": "blt"},
+    "banded": {"noise_mechanism": "banded"},
+    "dp2_rmsprop": {"preconditioner": "dp2_rmsprop"},
 }
 STEPS, BATCHES = 3, 2  # steps; physical batches of each
-TOKENS_AT_ONCE = 1024  # of a physical batch
+TOKENS_AT_ONCE = 1024  # of a physical batch, which has one record at least
 
 
-def grown(way: str, finetuning: str, tokens: int) -> float:
+def grown(way: str, finetuning: str, tokens: int, checkpointing: bool) -> float:
     """Train in this process; return by how many MiB its largest resident size grew."""
     shape = dataclasses.replace(SHAPES["roberta-768x6"], tokens=tokens)
     model, physical = Case(shape, finetuning).model, max(1, TOKENS_AT_ONCE // tokens)
@@ -50,7 +52,7 @@ def grown(way: str, finetuning: str, tokens: int) -> float:
         plain: dict[str, Any] = {
             "output_dir": os.path.join(folder, "out"), "max_steps": STEPS, "per_device_train_batch_size": physical,
             "gradient_accumulation_steps": BATCHES, "use_cpu": True, "report_to": "none", "save_strategy": "no",
-            "disable_tqdm": True,
+            "disable_tqdm": True, "gradient_checkpointing": checkpointing,
         }  # fmt: skip
         if way == STOCK:
             trainer = Trainer(model, TrainingArguments(**plain), train_dataset=records)
@@ -64,15 +66,16 @@ def grown(way: str, finetuning: str, tokens: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", nargs="+", type=int, default=[128, 1024])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[128, 1024, 4096])
     parser.add_argument("--finetuning", nargs="+", choices=["lora", "full"], default=["lora", "full"])
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--checkpointing", action="store_true", help="layers computed again in the backward")
     parser.add_argument("--alone", action="store_true", help="one training in this process; print its MiB")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if options.alone:
-        print(grown(options.ways[0], options.finetuning[0], options.tokens[0]))
+        print(grown(options.ways[0], options.finetuning[0], options.tokens[0], options.checkpointing))
         return
     rows = []
     print("| finetuning | tokens | noise | MiB [least, largest] | of stock |\n|---|---:|---|---:|---:|")
@@ -82,6 +85,7 @@ def main() -> None:
             for _ in range(options.repetitions):
                 for way in options.ways:
                     given = ["--ways", way, "--finetuning", finetuning, "--tokens", str(tokens)]
+                    given += ["--checkpointing"] * options.checkpointing
                     child = subprocess.run(
                         [sys.executable, __file__, "--alone", *given], capture_output=True, text=True, check=True
                     )
@@ -94,7 +98,12 @@ def main() -> None:
                 print(f"| {finetuning} | {tokens} | {way} | {spread} | {share} |", flush=True)
     if options.output is not None:
         about = {"versions": versions(), "machine": platform.machine(), "threads": torch.get_num_threads()}
-        about |= {"steps": STEPS, "physical_batches": BATCHES, "tokens_of_a_physical_batch": TOKENS_AT_ONCE}
+        about |= {
+            "checkpointing": options.checkpointing,
+            "steps": STEPS,
+            "physical_batches": BATCHES,
+            "tokens_of_a_physical_batch": TOKENS_AT_ONCE,
+        }
         options.output.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
