@@ -62,8 +62,8 @@ class Capture:
         model: any module.
 
     Raises:
-        UnsupportedModuleError: if a trainable parameter belongs to experts of a mixture, or to a module that has to
-            run again for each record and draws at random or is sharded; names it.
+        UnsupportedModuleError: if a trainable parameter has a hook on its gradient, or belongs to experts of a mixture
+            or to a module that has to run again for each record and draws at random or is sharded; names it.
     """
 
     def __init__(self, model: nn.Module):
@@ -74,6 +74,13 @@ class Capture:
         self._model = model
         self._copies: dict[Any, torch.Tensor] = {}
         self._names = {id(p): name for name, p in self.parameters.items()}
+        hooked = [n for n, p in self.parameters.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
+        if hooked:
+            raise UnsupportedModuleError(
+                f"A gradient hook is registered on {hooked[0]}; it would act on un-noised gradients, or on none. "
+                "Remove the hook: an optimizer that steps inside the backward may have set it. Adapters that change "
+                "their gradients (OSF, CPT) need theirs: use LoRA, DoRA or VeRA."
+            )
         experts = in_mixture(model, self.parameters)
         if experts:
             raise UnsupportedModuleError(

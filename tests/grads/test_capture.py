@@ -192,11 +192,12 @@ def test_norm_and_sum_see_the_same_dropout(make, engine):
         lambda: peft.RandLoraConfig(r=2, target_modules=["query"], randlora_dropout=0.1),
         lambda: peft.BOFTConfig(boft_block_size=4, target_modules=["query"], boft_dropout=0.1),
         lambda: PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType.PVERA](r=2, target_modules=["query"]),
+        lambda: PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType.POLY](r=2, target_modules=["query"], n_tasks=2),
     ],
 )
 def test_adapters_run_record_by_record_may_not_draw(config):
     """Each record would be run again with another draw than the one the loss saw."""
-    with pytest.raises(UnsupportedModuleError, match="Set its dropout to 0|Use VeRA"):
+    with pytest.raises(UnsupportedModuleError, match="Set its dropout to 0|Use LoRA or VeRA"):
         Capture(peft.get_peft_model(bert(), config()))
 
 
@@ -216,6 +217,22 @@ def test_lily_is_refused_because_its_router_averages_over_the_batch():
     config = PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType.LILY](r=2, target_modules=["query"], task_type="SEQ_CLS")
     with pytest.raises(UnsupportedModuleError, match="averages the choice of its experts.*Use LoRA, DoRA or VeRA"):
         Capture(peft.get_peft_model(bert(), config))
+
+
+def test_an_adapter_that_projects_its_gradients_is_refused_by_its_hooks():
+    """Autograd tells no hook of a record's own gradient, so the sum would be of gradients that are not projected."""
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType.OSF](target_modules=["query"], task_type="SEQ_CLS")
+    model = peft.get_peft_model(bert(), config)
+    with pytest.raises(UnsupportedModuleError, match="gradient hook.*U_low.*use LoRA, DoRA or VeRA"):
+        clipped_gradient_sum(model, batch_for(model), clipping_norm=1.0)
+
+
+def test_tensors_inside_of_objects_are_refused():
+    """Shadow hands its layers the states of the whole batch in one, which a record that is run again would see."""
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType.SHADOW](task_type="CAUSAL_LM", shadow_dropout=0.0)
+    model = peft.get_peft_model(llama(), config)
+    with pytest.raises(UnsupportedModuleError, match="inside of a ShadowCarrier.*use LoRA, DoRA or VeRA"):
+        clipped_gradient_sum(model, batch_for(model), clipping_norm=1.0)
 
 
 def test_dora_on_an_embedding_is_refused_by_name():

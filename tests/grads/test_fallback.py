@@ -100,3 +100,15 @@ def test_branches_that_depend_on_the_record(engine, ignores_input, skipped):
     got = clipped_gradient_sum(model, batch, clipping_norm=0.7, engine=engine, loss=_loss)
     want = _by_hand(model, batch, 0.7)
     assert reference.relative_error(got, want) < 1e-9
+
+
+@pytest.mark.parametrize("when", ["forward_pre", "forward", "full_backward_pre"])
+def test_hooks_of_a_layer_without_a_rule_act_once(when):
+    model, batch = _model(Scaled()), _batch([3.0, 5.0, -2.0])
+
+    def doubled(module, given, made=None):
+        return 2 * made if when == "forward" else (2 * given[0],)
+
+    getattr(model.layer, f"register_{when}_hook")(doubled)
+    got = clipped_gradient_sum(model, batch, clipping_norm=0.7, loss=_loss)
+    assert reference.relative_error(got, _by_hand(model, batch, 0.7)) < 1e-9

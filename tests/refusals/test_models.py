@@ -129,6 +129,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         _adapted(peft.LoraConfig(r=2, target_modules=["query"], alora_invocation_tokens=[3])),
         "^Adapter 'default' is aLoRA, which mixes the tokens of all records. Set alora_invocation_tokens=None.$",
     ),
+    "asa": (
+        _adapted(peft.AdamssConfig(r=4, num_subspaces=2, target_modules=["query"], task_type="SEQ_CLS", use_asa=True)),
+        "freezes parameters while it is trained.*Set use_asa=False",
+    ),
+    "velora": (
+        _adapted(peft.LoraConfig(r=2, target_modules=["query"], velora_config={"num_groups": 4})),
+        "VeLoRA.*Set velora_config=None",
+    ),
     "eva": (_initialised_as("eva"), "initialised from data.*'eva'.*Use init_lora_weights=True"),
     "max_norm": (_embedding_with(max_norm=1.0), "word_embeddings renormalises.*Set max_norm=None"),
     "scale_grad_by_freq": (_embedding_with(scale_grad_by_freq=True), "word_embeddings.*Set scale_grad_by_freq=False"),

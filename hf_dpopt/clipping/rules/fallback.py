@@ -25,12 +25,13 @@ def check_draws(name: str, module: nn.Module) -> None:
     """Refuse a module that draws at random: a record that is run again would see another draw than the loss did."""
     dropped = [part for part in module.modules() if "Dropout" in type(part).__name__ and getattr(part, "p", 1) > 0]
     shared = [p for kind in ("rank_dropout", "module_dropout") for p in getattr(module, kind, {}).values() if p]
-    is_random = type(module).__module__.startswith("peft.tuners.pvera.")  # samples its vectors in every forward
+    # these sample their vectors or their choice of skills in every forward
+    is_random = type(module).__module__.startswith(("peft.tuners.pvera.", "peft.tuners.poly."))
     if dropped or shared or is_random:
         raise UnsupportedModuleError(
             f"{name or 'The model'} ({type(module).__name__}) draws at random. Its gradients are found by running "
             "each record again, which would draw anew. "
-            f"{'Use VeRA.' if is_random else 'Set its dropout to 0, or freeze its parameters.'}"
+            f"{'Use LoRA or VeRA.' if is_random else 'Set its dropout to 0, or freeze its parameters.'}"
         )
 
 
@@ -60,6 +61,17 @@ class _Watched(torch.autograd.Function):
         return None, None, None, None, *grad_outputs
 
 
+class _Forward(nn.Module):
+    """A module without the hooks around its forward: those of the whole batch have run, or are still to run."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.forward(*args, **kwargs)
+
+
 def _is_of_records(x: Any, num_records: int) -> bool:
     return isinstance(x, torch.Tensor) and x.dim() > 0 and x.size(0) == num_records
 
@@ -67,6 +79,17 @@ def _is_of_records(x: Any, num_records: int) -> bool:
 def _is_cache(x: Any) -> bool:
     """Whether this is a cache of keys and values; it holds those of the batch when a record is run again."""
     return any(cls.__name__ == "Cache" and cls.__module__ == "transformers.cache_utils" for cls in type(x).__mro__)
+
+
+def _check_plain(site: Site, values: list) -> None:
+    """Refuse tensors of records inside of objects: when a record is run again, they would be those of the batch."""
+    for value in values:
+        if any(_is_of_records(x, site.num_records) for x in getattr(value, "__dict__", {}).values()):
+            raise UnsupportedModuleError(
+                f"{site.name} ({type(site.module).__name__}) takes or returns tensors inside of a "
+                f"{type(value).__name__}, where records cannot be told from each other. Freeze its parameters, or use "
+                "LoRA, DoRA or VeRA."
+            )
 
 
 def _is_watched(output: Any) -> bool:
@@ -79,6 +102,7 @@ def _record_gradients(
     parameters = dict(site.module.named_parameters())
     trained = {name: p.detach().requires_grad_() for name, p in parameters.items() if site.trains(name)}
     frozen = {name: p.detach() for name, p in parameters.items() if not site.trains(name)}
+    module, values = _Forward(site.module), {f"module.{name}": p for name, p in {**frozen, **trained}.items()}
     num_records = site.num_records
     for grad in grad_outputs:
         if grad is not None and (grad.dim() == 0 or len(grad) != num_records):
@@ -92,7 +116,7 @@ def _record_gradients(
         one = [x[b : b + 1] if _is_of_records(x, num_records) else x for x in leaves]
         args, kwargs = pytree.tree_unflatten(one, spec)
         try:
-            out = torch.func.functional_call(site.module, {**frozen, **trained}, args, kwargs)
+            out = torch.func.functional_call(module, values, args, kwargs)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
@@ -146,6 +170,7 @@ def forward(site: Site, *args: Any, **kwargs: Any) -> Any:
     with _without_gradients(site):
         out = site.original(*args, **kwargs)
     outputs, out_spec = pytree.tree_flatten(out)
+    _check_plain(site, [value for value in leaves + outputs if not _is_cache(value)])
     watched = [i for i, output in enumerate(outputs) if _is_watched(output)]
     if not any(_is_of_records(x, site.num_records) for x in leaves):
         for i in watched:

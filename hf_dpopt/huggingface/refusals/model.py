@@ -59,12 +59,6 @@ def check_model(model: nn.Module) -> Iterator[Refusal]:
     )
     yield from _on_experts(model)
     yield from _on_quantisation(model)
-    for name, p in trained.items():
-        yield (
-            bool(p._post_accumulate_grad_hooks) or bool(p._backward_hooks),
-            f"A gradient hook is registered on {name}; it would act on un-noised gradients. Remove the hook (an "
-            "optimizer that steps inside the backward may have set it).",
-        )
     yield from _on_adapters(model)
 
 
@@ -215,6 +209,15 @@ def _on_adapters(model: nn.Module) -> Iterator[Refusal]:
         yield (
             bool(getattr(config, "alora_invocation_tokens", None)),
             f"Adapter {adapter!r} is aLoRA, which mixes the tokens of all records. Set alora_invocation_tokens=None.",
+        )
+        yield (
+            bool(getattr(config, "use_asa", False)),
+            f"Adapter {adapter!r} freezes parameters while it is trained (use_asa). Set use_asa=False.",
+        )
+        yield (
+            getattr(config, "velora_config", None) is not None,
+            f"Adapter {adapter!r} is VeLoRA, which compresses along directions of the first, un-noised batch. Set "
+            "velora_config=None.",
         )
         start = getattr(config, "init_lora_weights", None)
         yield (
