@@ -174,6 +174,13 @@ ADAPTERS: dict[str, Adapter] = {
     ),
     "rslora": Adapter("rank-stabilised LoRA", lora(llama, ["q_proj", "down_proj"], use_rslora=True)),
     "lora-bias": Adapter("LoRA with biases", lora(bert, ["query"], bias="lora_only", lora_bias=True)),
+    "qa-lora": Adapter("QA-LoRA", lora(llama, ["q_proj", "down_proj"], use_qalora=True, qalora_group_size=8)),
+    "bd-lora": Adapter(
+        "BD-LoRA", lora(llama, ["q_proj", "down_proj"], use_bdlora=dict(
+            target_modules_bd_a=["q_proj"], target_modules_bd_b=["down_proj"], nblocks=2
+        )),
+    ),
+    "mica": Adapter("MiCA", lora(llama, ["q_proj", "down_proj"], init_lora_weights="mica")),
     "dora": Adapter("DoRA", lora(llama, ["q_proj", "down_proj"], use_dora=True)),
     "dora-bias": Adapter("DoRA on layers with a bias", lora(bert, ["query", "dense"], use_dora=True)),
     "dora-conv1d": Adapter("DoRA on Conv1D", lora(gpt2, ["c_attn"], use_dora=True, fan_in_fan_out=True)),
@@ -196,6 +203,12 @@ ADAPTERS: dict[str, Adapter] = {
     "prompt-classifier": Adapter(
         "prompt tuning, classification",
         with_adapter(bert, lambda: peft.PromptTuningConfig(**_VIRTUAL, task_type="SEQ_CLS")),
+    ),
+    "prompt-multitask": Adapter(
+        "multitask prompt tuning, with `task_ids` in the records",
+        with_adapter(gpt2, lambda: peft.MultitaskPromptTuningConfig(
+            **_VIRTUAL, task_type="CAUSAL_LM", num_tasks=2, num_ranks=1
+        )),
     ),
     "p-tuning": Adapter(
         "P-tuning",
@@ -221,6 +234,7 @@ ADAPTERS: dict[str, Adapter] = {
 
 _ENCODER_LAYERS = ("query", "value")
 _WHOLE: dict[str, tuple[str, dict[str, Any]]] = {  # kind of peft -> its name in the table, and its options
+    "ADAMSS": ("AdaMSS", dict(r=8, num_subspaces=2)),
     "BEFT": ("BEFT", {}),
     "BOFT": ("BOFT", dict(boft_block_size=4)),
     "C3A": ("C3A", dict(block_size=4)),
@@ -270,6 +284,7 @@ ADAPTERS_RUN_WHOLE = {
             llama, lambda: PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType.CARTRIDGE](**_VIRTUAL, task_type="CAUSAL_LM")
         ),
     ),
+    "kasa": Adapter("KaSA", lora(llama, ["q_proj", "down_proj"], kasa_config={})),
     "lora-tokens": Adapter(
         "LoRA with `trainable_token_indices`", lora(bert, ["query"], trainable_token_indices=[3, 4])
     ),
@@ -297,7 +312,14 @@ def batch_for(model: nn.Module, lengths: list[int] | None = None, width: int = N
     mask_BT = (torch.arange(width) < torch.tensor(lengths).unsqueeze(1)).long()
     ids_BT = ids_BT.masked_fill(mask_BT == 0, base.config.pad_token_id or 0)
     if "Sequence" not in type(base).__name__:
-        return {"input_ids": ids_BT, "attention_mask": mask_BT, "labels": ids_BT.masked_fill(mask_BT == 0, -100)}
+        prompts = getattr(model, "active_peft_config", None)
+        tasks = {"task_ids": torch.randint(0, 2, (len(lengths),))} if hasattr(prompts, "num_tasks") else {}
+        return {
+            "input_ids": ids_BT,
+            "attention_mask": mask_BT,
+            "labels": ids_BT.masked_fill(mask_BT == 0, -100),
+            **tasks,
+        }
     if "Bart" in type(base).__name__:
         ids_BT[torch.arange(len(lengths)), torch.tensor(lengths) - 1] = END
     labels_B = torch.randint(0, 2, (len(lengths),))

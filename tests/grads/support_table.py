@@ -41,11 +41,11 @@ LoRA on quantised base weights (bitsandbytes: nf4, with or without double quanti
 `llm_int8_threshold=0.0`) is exact to 1e-5 too: `tests/grads/test_quantised.py`. LLM.int8() with its default threshold is
 refused: one record's outliers change how the others are computed. So are other quantisations, which were not checked.
 
-Not tried: AdaMSS, CPT, Poly, multitask prompt tuning, Shadow, X-LoRA. Instead of a refused adapter use LoRA, DoRA or VeRA.
-
-Refused, by name: AdaLoRA and initialisations that look at the data (un-noised gradients), OSF (hooks on gradients), Lily (its router averages over the batch), aLoRA, trainable experts and routers of
+Refused, by name: AdaLoRA, VeLoRA and initialisations that look at the data (un-noised gradients or activations), OSF and
+CPT (hooks on gradients), Lily (its router averages over the batch), Shadow (its layers hand on the batch in one object),
+PVeRA and Poly (they draw in a layer that runs a record at a time), AdaMSS with `use_asa`, aLoRA, trainable experts and routers of
 mixtures (which tokens an expert sees depends on the other records), DoRA on embeddings, BatchNorm, fp16; dropout inside
-a layer or adapter that runs a record at a time.
+a layer or adapter that runs a record at a time. Instead of a refused adapter use LoRA, DoRA or VeRA.
 
 *A record at a time*: through `hf_dpopt/clipping/rules/fallback.py`, exact, with a second forward and a small backward of
 the layer for each record. So runs any other layer that maps records to records, and a module with children that uses a
