@@ -149,9 +149,8 @@ SECTIONS = {
 }  # fmt: skip
 # results whose code was removed, because nothing was gained: the last commit that has it
 CODE = dict.fromkeys(
-    ("one_query_top_layer.json", "doppler_top_layer.json", "subspace_task.json", "convergent_utility.json"),
-    " (code: commit 79152dd)",
-)
+    ("one_query_top_layer.json", "doppler_top_layer.json", "subspace_task.json", "convergent_utility.json"), "79152dd"
+) | {"doppler_regimes.json": "cfa1584"}
 HEAD = """# What pays where
 
 Each row compares a method with a tuned baseline: the difference in test accuracy, in points, with half of its 95 %
@@ -193,7 +192,8 @@ def page() -> str:
             parts.append(
                 f"| {one.method} | {one.against} | {one.task} | {one.epsilon:g} | {gain} ({one.seeds}) | {verdict} |\n"
             )
-        links = [f"[{name}](reproductions/{name}){CODE.get(name, '')}" for name in sources]
+        commits = {name: f" (code: commit {CODE[name]})" if name in CODE else "" for name in sources}
+        links = [f"[{name}](reproductions/{name}){commit}" for name, commit in commits.items()]
         parts.append(f"\nFrom {', '.join(links)}.\n")
     return "".join([*parts, REMOVED])
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_dpopt.postprocess.low_pass import LowPassFilter
-from recipes.paper.doppler import filters, regimes, task, training
+from recipes.paper.doppler import filters, task, training
 
 pytestmark = pytest.mark.slow
 
@@ -72,59 +72,6 @@ def test_a_run_releases_noisy_gradients_and_filters_them(data: task.Data, low_pa
     np.testing.assert_allclose(filtered_TD, expected, atol=1e-5 * stddev + 1e-6)
     assert [step for step, _ in result["curve"]] == [2, 3, 5, 6, 8, 9, 11, 12]
     assert 0 <= result["accuracy"] <= 1 and result["loss"] > 0 and 0 <= result["clipped"] <= 1
-
-
-def test_the_gradient_without_sampling_is_the_mean_of_clipped_gradients(data: task.Data) -> None:
-    """At the weights after a step, record by record; shown beside the gradient of the batch."""
-    shown: list[tuple[Any, ...]] = []
-    run = short_run(epsilon=None, num_steps=1, rate=0.0)
-    training.train(run, data, observe=lambda step, *stages: shown.append(stages), whole=10)
-    torch.manual_seed(run.seed)
-    model = run.model()
-    wanted = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
-    for i in range(10):
-        record = data.train[slice(i, i + 1)].trimmed()
-        loss = torch.nn.functional.cross_entropy(model(record.inputs), record.labels_B)
-        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-        norm = sum(float((g**2).sum()) for g in gradients if g is not None) ** 0.5
-        for name, g in zip(parameters, gradients, strict=True):
-            wanted[name] += 0 if g is None else g * min(1, run.clipping_norm / norm) / 10
-    ((*_, whole),) = shown
-    assert whole.keys() == wanted.keys()
-    for name, gradient in whole.items():
-        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6)
-
-
-# --- regimes ---
-
-
-def test_patches_are_a_convolution() -> None:
-    images = torch.randn(5, 3, 8, 8)
-    layer = regimes.Patches(3, 6)
-    weights = layer.linear.weight.view(6, 3, 3, 3)
-    convolved = torch.nn.functional.conv2d(images, weights, layer.linear.bias)
-    normed = layer.norm(convolved.movedim(1, -1)).movedim(-1, 1)
-    torch.testing.assert_close(layer(images), torch.nn.functional.gelu(normed))
-
-
-@pytest.mark.parametrize("name", ["smooth", "digits"])
-def test_a_regime_has_three_disjoint_sets_and_trains(name: str) -> None:
-    regime = regimes.REGIMES[name]
-    data = regime.data(Path())
-    rows = [set(map(bytes, part.inputs.flatten(1).numpy())) for part in (data.train, data.validation, data.test)]
-    assert not (rows[0] & rows[1] or rows[0] & rows[2] or rows[1] & rows[2])
-    run = regimes.RegimeRun(
-        regime=name, optimizer="dp_sgd", filter="first_order_v1", epsilon=8.0, rate=1.0, seed=0, num_steps=4, batch=16,
-        clipping="automatic", schedule="cosine",
-    )  # fmt: skip
-    assert 0 < training.train(run, data)["accuracy"] < 1
-
-
-def test_cosine_has_a_warm_up_and_ends_near_zero() -> None:
-    rates = training.cosine(50)
-    assert len(rates) == 50 and rates[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
-    assert rates[27] == pytest.approx((1 + np.cos(np.pi * 22 / 45)) / 2) and 0 < rates[-1] < 0.01
 
 
 # --- what filters do ---

@@ -21,25 +21,23 @@ from recipes.paper.doppler.training import OPTIONS, PLAIN, Run, train
 from recipes.paper.runs import experiment, panels, save
 
 FILTER = "first_order_v1"
-STAGES = ("signal", "released", "filtered", "whole")
-EQUATION_4 = {"equation_4": "signal", "equation_4_without_sampling": "whole"}
+STAGES = ("signal", "released", "filtered")
 NUM_COORDINATES = 8192
 
 
 class Recorder:
     """Some coordinates of the gradients of every step, always the same."""
 
-    def __init__(self, num_coordinates: int = NUM_COORDINATES):
-        self.num_coordinates = num_coordinates
+    def __init__(self) -> None:
         self._rows: dict[str, list[torch.Tensor]] = {}
         self._chosen_D: torch.Tensor | None = None
 
     def __call__(self, step: int, *stages: dict[str, torch.Tensor]) -> None:
-        for name, gradients in zip(STAGES, stages, strict=False):
+        for name, gradients in zip(STAGES, stages, strict=True):
             flat = torch.cat([gradients[key].flatten() for key in sorted(gradients)])
             if self._chosen_D is None:
                 order = np.random.default_rng(0).permutation(len(flat))
-                self._chosen_D = torch.tensor(order[: self.num_coordinates])
+                self._chosen_D = torch.tensor(order[:NUM_COORDINATES])
             self._rows.setdefault(name, []).append(flat[self._chosen_D].clone())
 
     def recorded(self) -> dict[str, torch.Tensor]:
@@ -59,9 +57,7 @@ def analyse(recorded: dict[str, torch.Tensor], noise_variance: float, segment: i
         arrived_T = torch.tensor(passed_on(low_pass, len(noise_TD)))
         signal_moved, noise_moved = (float((arrived_T @ x).norm()) for x in (recorded["signal"].double(), noise_TD))
         gains[name] = {
-            **{
-                entry: equation_4(low_pass, *spectra[stage]) for entry, stage in EQUATION_4.items() if stage in spectra
-            },
+            "equation_4": equation_4(low_pass, frequencies, signal),
             "power_ratio": power_ratio(low_pass, frequencies, signal, noise_variance),
             "ratio_of_displacement": (signal_moved / noise_moved) ** 2,
         }

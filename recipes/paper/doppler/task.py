@@ -36,7 +36,7 @@ class Size:
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """What the model is given, e.g. words as buckets with `PADDING` after the last one, (B, T); labels, (B,)."""
+    """Words as buckets with `PADDING` after the last one, (B, T); labels, (B,)."""
 
     inputs: torch.Tensor
     labels_B: torch.Tensor
@@ -49,8 +49,6 @@ class Records:
 
     def trimmed(self) -> Records:
         """Words without the columns that are padding in every record."""
-        if self.inputs.is_floating_point():
-            return self
         longest = int((self.inputs != PADDING).sum(dim=1).max())
         return Records(self.inputs[:, :longest], self.labels_B)
 

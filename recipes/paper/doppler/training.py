@@ -35,7 +35,7 @@ PLAIN = "plain"
 START_RATES = {"dp_sgd": 0.5, "dp_adamw": 0.008, "dp_adam_bc": 0.001, "dp_galore": 0.008}
 OF_OPTIMIZER: dict[str, dict[str, Any]] = {"dp_galore": {"rank": 8, "refresh_every": 50, "scale": 1.0}}
 
-Observer = Callable[..., None]  # step; mean before noise, released, filtered; gradient of `whole` records, if any
+Observer = Callable[..., None]  # step; mean before noise, released, filtered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,11 +61,6 @@ class Run:
     clipping_norm: float = 1.0
     delta: float = 1e-5
     size: Size = Size()
-    clipping = "flat"  # these two are fields of runs that vary them
-    schedule = "constant"
-
-    def model(self) -> nn.Module:
-        return Classifier(self.size)
 
     def plan(self, num_examples: int) -> PrivacyPlan:
         config = PrivacyConfig(
@@ -74,26 +69,17 @@ class Run:
             target_delta=self.delta,
             expected_batch_size=self.batch,
             clipping_norm=self.clipping_norm,
-            clipping=self.clipping,
         )
         return make_plan(config, num_examples=num_examples, num_steps=self.num_steps)
 
 
-def cosine(num_steps: int) -> list[float]:
-    """Rates relative to the largest: a warm-up over the first tenth of the steps, then half a cosine down to 0."""
-    warm = max(1, num_steps // 10)
-    rest = np.linspace(0, math.pi, num_steps - warm + 1)[:-1]
-    return [*np.linspace(1 / warm, 1, warm), *(1 + np.cos(rest)) / 2]
-
-
-def train(run: Run, data: Data, observe: Observer | None = None, whole: int = 0) -> dict[str, Any]:
+def train(run: Run, data: Data, observe: Observer | None = None) -> dict[str, Any]:
     """Trains once.
 
     Args:
         run: what.
         data: on what.
         observe: is shown every step.
-        whole: records, always the first ones, whose mean clipped gradient after a step is shown, too.
 
     Returns:
         Accuracies and losses on both held-out sets, the curve of (step, validation accuracy), the fraction of records
@@ -102,7 +88,7 @@ def train(run: Run, data: Data, observe: Observer | None = None, whole: int = 0)
     began = time.process_time()
     plan = run.plan(len(data.train))
     torch.manual_seed(run.seed)
-    model = run.model()
+    model = Classifier(run.size)
     engine = make_engine(model, plan.clipper)
     key = np.random.default_rng(run.seed).bytes(32)
 
@@ -117,15 +103,9 @@ def train(run: Run, data: Data, observe: Observer | None = None, whole: int = 0)
     optimizer = make_optimizer(run, engine.parameters.values(), level, low_pass)
     curve = []
     chain = [low_pass] if low_pass is not None and run.optimizer == "dp_sgd" else []
-    sizes = cosine(run.num_steps) if run.schedule == "cosine" else [1.0] * run.num_steps
-    optimizer.param_groups[0]["lr"] = run.rate * sizes[0]
     for step in descend(steps, engine, optimizer, run.num_steps, chain):
-        optimizer.param_groups[0]["lr"] = run.rate * sizes[min(step, run.num_steps - 1)]
         if observe:
-            shown = [steps.before, steps.released, {name: p.grad for name, p in engine.parameters.items()}]
-            if whole:
-                shown.append({name: x / whole for name, x in sums(np.arange(whole), (None,)).items()})
-            observe(step, *shown)
+            observe(step, steps.before, steps.released, {name: p.grad for name, p in engine.parameters.items()})
         if is_point(step, run.num_steps):
             curve.append([step, evaluate(model, data.validation)[0]])
     accuracy, loss = evaluate(model, data.test)
