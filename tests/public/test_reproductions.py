@@ -6,11 +6,9 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
 from hf_dpopt.convex import SubspaceHeadConfig, make_subspace_plan
-from recipes.paper.subspace import head, risk
-from recipes.paper.texts import AG_NEWS_CLASSES
+from recipes.paper.subspace import risk
 
 
 def _excess(method, p, in_ball, rate, num_steps=12, seed=3):
@@ -54,34 +52,6 @@ def test_the_fewest_steps_that_are_enough():
         for i, (t, mean) in enumerate([(1, 0.5), (4, 0.2), (16, 0.19), (64, 0.3)])
     ]
     assert risk._enough(line) == {"best": 16, "best_mean": 0.19, "enough": 4}
-
-
-def _corpus(folder):
-    rng, words = np.random.default_rng(0), {c: [f"{c}{i}" for i in range(5)] for c in AG_NEWS_CLASSES}
-    for name, num in (("train.tsv", 900), ("test.tsv", 2000)):
-        rows = []
-        for i in range(num):
-            label = AG_NEWS_CLASSES[i % 4]
-            rows.append(" ".join(rng.choice(words[label], 6)) + "\t" + label)
-        (folder / name).write_text("\n".join(rows) + "\n", encoding="utf-8")
-
-
-@pytest.mark.parametrize("name", list(head.ROWS))
-def test_every_row_of_the_head_runs_and_shares_its_records(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(head, "NUM_STEPS", 2)
-    monkeypatch.setattr(head, "ADAM_STEPS", 2)
-    monkeypatch.setattr(head, "BATCH", 100)
-    _corpus(tmp_path)
-    head.files.cache_clear()
-    data, other = head.split(tmp_path, 0), head.split(tmp_path, 1)
-    assert len(data.public["labels"]) == 500 and len(data.private["labels"]) == 400
-    assert not torch.equal(data.public["features"], other.public["features"])
-    assert torch.equal(data.test["features"], other.test["features"])
-    by, grid, _ = head.ROWS[name]
-    model = by(data, 0.5, grid[0], 0)
-    assert 0 <= head.accuracy(model, data.test) <= 1
-    assert sum(p.numel() for p in model.parameters()) == 2_052
-    head.files.cache_clear()
 
 
 def test_the_numbers_in_the_documentation_are_those_of_the_runs(pytestconfig):
