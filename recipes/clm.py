@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Finetune a causal language model with differential privacy: prompts and targets, or plain text.
+"""Finetune a language model with differential privacy: prompts and targets, or plain text.
 
 The flags are those of Hugging Face's `run_clm.py` and of `DPTrainingArguments`, plus LoRA.
 
@@ -10,9 +10,10 @@ The flags are those of Hugging Face's `run_clm.py` and of `DPTrainingArguments`,
         --train_file reviews.jsonl.gz --validation_file held_out.jsonl.gz --text_column text
 
 The columns decide what a record is and which of its tokens are learned: `clm_data.py`. Records are padded, never
-packed, so one record is one row of the data. A wrong setting or file ends the run with one line and exit status 2,
-before anything is written; HF_DPOPT_DEBUG=1 shows the traceback. Next to this file: `clm_data.py` (records) and
-`generation.py`; what `glue.py` needs as well: `options.py`, `sources.py`, `tables.py`, `models.py`, `running.py`.
+packed, so one record is one row of the data. A model with an encoder (T5, BART) reads the prompts there. A wrong
+setting or file ends the run with one line and exit status 2, before anything is written; HF_DPOPT_DEBUG=1 shows the
+traceback. Next to this file: `clm_data.py` (records) and `generation.py`; what `glue.py` needs as well: `options.py`,
+`sources.py`, `tables.py`, `models.py`, `running.py`.
 
 B = records, T = tokens, V = vocabulary.
 """
@@ -40,6 +41,7 @@ import torch
 import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     DataCollatorForSeq2Seq,
     EvalPrediction,
     PreTrainedModel,
@@ -59,6 +61,7 @@ from recipes.clm_data import (
     find_kind,
     report,
     tokenize,
+    with_encoder,
 )
 from recipes.generation import generate, generation_metrics, group_references, most_prompt_tokens
 from recipes.public_first import SPLIT, learn_public, stages_on_public
@@ -101,11 +104,19 @@ class ModelArguments(options.ModelArguments):
 
 
 @dataclass
-class PairArguments(options.DataArguments):
-    """Which prompts and targets, and what is generated."""
+class DataTrainingArguments(options.DataArguments):
+    """Which data, what a record is, which of its tokens are learned, and what is generated."""
 
     train_file: str | None = options.flag(None, FILES)
     validation_file: str | None = options.flag(None, f"The same, for evaluation: {FILES}")
+    block_size: int | None = options.flag(
+        None,
+        "Most tokens of a record; of a model with an encoder, of a source and of its target. Default: what the model "
+        f"takes, at most {DEFAULT_BLOCK_SIZE}.",
+    )
+    text_column: str | None = options.flag(
+        None, "Column of plain text; the loss is on all of it. One document is one record."
+    )
     prompt_column: str | None = options.flag(
         None, "Column of the prompts, if it is not recognised; the loss is on the target."
     )
@@ -113,6 +124,7 @@ class PairArguments(options.DataArguments):
     prompt_template: str | None = options.flag(
         None, "How a prompt is made from columns, e.g. 'summarize: {article}\\n'. Default: the column."
     )
+    separator: str = options.flag("\\n", "Between prompt and target, where one model reads both; \\n is a new line.")
     generate: bool = options.flag(
         False, "Prompts and targets: generate for the prompts of the validation set; BLEU, ROUGE-L, NIST."
     )
@@ -121,77 +133,31 @@ class PairArguments(options.DataArguments):
     max_generate_samples: int | None = options.flag(None, "Only the first so many different prompts.")
 
 
-@dataclass
-class DataTrainingArguments(PairArguments):
-    """Which data, what a record is, and which of its tokens are learned."""
-
-    block_size: int | None = options.flag(
-        None, f"Most tokens of a record. Default: what the model takes, at most {DEFAULT_BLOCK_SIZE}."
-    )
-    separator: str = options.flag("\\n", "Between prompt and target; \\n is a new line.")
-    text_column: str | None = options.flag(
-        None, "Column of plain text; the loss is on all of it. One document is one record."
-    )
-
-
 def main(argv: list[str]) -> None:
     """The whole run, in the order of run_clm.py."""
     start = time.monotonic()
-    model_args, data_args, training_args = arguments = parse(argv)
+    model_args, data_args, training_args = parse(argv)
     running.set_up(training_args)
     running.check_evaluates_exactly(training_args)
     tables = load_tables(model_args, data_args, training_args)
     kind = find_kind(tables, data_args, users_in(data_args, training_args))
     tokenizer, model = load_model(model_args)
     block_size = choose_block_size(data_args.block_size, tokenizer, model)
-    lines = finetune(
-        model, tokenizer, tables, kind, block_size, arguments, trainers=(DPTrainer, Trainer), task="CAUSAL_LM",
-        tag="text-generation",
-    )  # fmt: skip
-    if training_args.process_index == 0:
-        lines += running.closing_lines(training_args, start)
-        print(running.result_text(lines) + (f"\n{NEXT_STEPS}" if data_args.embedded else ""))
-
-
-def finetune(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    tables: dict[str, Table],
-    kind: Kind,
-    block_size: int,
-    arguments: tuple[ModelArguments, Any, DPTrainingArguments],
-    *,
-    trainers: tuple[type, type],
-    task: str,
-    tag: str,
-) -> list[tuple[str, str]]:
-    """Train, evaluate and generate as the flags say; the same for models with an encoder.
-
-    Args:
-        kind: makes records of the rows of `tables`.
-        block_size: most tokens of a record, or of its target.
-        arguments: of model, data and training.
-        trainers: the private one, and the stock one for --non_private.
-        task: name of a `peft.TaskType`.
-        tag: task of the model card.
-
-    Returns:
-        The last lines of the run.
-    """
-    model_args, data_args, training_args = arguments
+    has_encoder = model.config.is_encoder_decoder
+    if has_encoder:
+        kind = with_encoder(kind, block_size)
     if data_args.generate:
         most_prompt_tokens(tokenizer, model, data_args.max_new_tokens)
     declare_unit(kind, block_size, training_args)
     splits = tokenize_splits(tables, kind, tokenizer, data_args, training_args, block_size)
-    model = models.choose_trained(model, model_args, task)
+    model = models.choose_trained(model, model_args, "SEQ_2_SEQ_LM" if has_encoder else "CAUSAL_LM")
     collate = DataCollatorForSeq2Seq(tokenizer, model=model)  # pads labels, too, on the side of the tokenizer
     if SPLIT in splits:
         learn_public(model, splits[SPLIT].dataset, collate, training_args, data_args)
 
     # The stock Trainer minimises the mean over all target tokens of a batch; DPTrainer the mean over records of each
     # record's mean, as no record may depend on the lengths of others. On records of like length the two are alike.
-    private_trainer, stock_trainer = trainers
-    trainer = (stock_trainer if data_args.non_private else private_trainer)(
+    trainer = (Trainer if data_args.non_private else DPTrainer)(
         model=model,
         args=training_args,
         train_dataset=splits["train"].dataset if training_args.do_train else None,
@@ -209,8 +175,12 @@ def finetune(
         assert isinstance(kind, Pairs)
         results |= write_generations(trainer, tables["validation"], kind, tokenizer, data_args, training_args)
     finetuned_from = None if data_args.embedded else model_args.model_name_or_path
-    running.publish(trainer, training_args, finetuned_from=finetuned_from, tasks=tag)
-    return summary(trainer, tables, splits, kind, block_size, results, model_args)
+    task = "text2text-generation" if has_encoder else "text-generation"
+    running.publish(trainer, training_args, finetuned_from=finetuned_from, tasks=task)
+    if trainer.is_world_process_zero():
+        lines = summary(trainer, tables, splits, kind, block_size, results, model_args)
+        lines += running.closing_lines(training_args, start)
+        print(running.result_text(lines) + (f"\n{NEXT_STEPS}" if data_args.embedded else ""))
 
 
 # --- flags -----------------------------------------------------------------------------------------------------------
@@ -227,23 +197,6 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
     )
     if embedded and data_args.non_private:
         options.fill(training_args, CHOSEN)
-    check_evaluation(data_args, training_args)
-    if data_args.block_size is not None and data_args.block_size < 2:
-        raise DPConfigError(
-            f"block_size={data_args.block_size} leaves nothing to predict. Use 2 or more; 64 to 1024 is usual."
-        )
-    options.check(model_args, data_args, training_args, embedded=embedded)
-    data_args.separator = unescaped(data_args.separator)
-    data_args.prompt_template = unescaped(data_args.prompt_template)
-    return model_args, data_args, training_args
-
-
-def check_evaluation(data_args: Any, training_args: DPTrainingArguments) -> None:
-    """What is evaluated and generated, and on whose records.
-
-    Raises:
-        DPConfigError: if an action has nothing to work on, or would show training records.
-    """
     if training_args.do_predict:
         raise DPConfigError("do_predict is not there. Use --generate, which writes a text for each prompt.")
     if data_args.generate and not training_args.do_eval:
@@ -253,6 +206,14 @@ def check_evaluation(data_args: Any, training_args: DPTrainingArguments) -> None
             f"{data_args.train_file} is both train_file and validation_file: the metrics would be exact values of the "
             "training records. Hold out records for evaluation."
         )
+    if data_args.block_size is not None and data_args.block_size < 2:
+        raise DPConfigError(
+            f"block_size={data_args.block_size} leaves nothing to predict. Use 2 or more; 64 to 1024 is usual."
+        )
+    options.check(model_args, data_args, training_args, embedded=embedded)
+    data_args.separator = unescaped(data_args.separator)
+    data_args.prompt_template = unescaped(data_args.prompt_template)
+    return model_args, data_args, training_args
 
 
 def unescaped(value: str | None) -> str | None:
@@ -294,23 +255,19 @@ def load_model(model_args: ModelArguments) -> tuple[PreTrainedTokenizerBase, Pre
     """Tokenizer and model from a folder or the hub.
 
     Raises:
-        DPConfigError: if it is no causal model.
+        DPConfigError: if a model with an encoder has a tokenizer without an end or padding of its own.
     """
     config = models.load_config(model_args)
-    if config.is_encoder_decoder:
-        raise DPConfigError(
-            f"{model_args.model_name_or_path!r} ({config.model_type}) has an encoder and a decoder. Finetune it with "
-            "recipes/seq2seq.py."
-        )
     tokenizer = models.load_tokenizer(model_args)
+    auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    if config.is_encoder_decoder and tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
+        raise DPConfigError(
+            "The tokenizer needs an end token and a padding token that differ: padding is no target, an end is one. "
+            "Use the tokenizer of the model, or add one: tokenizer.add_special_tokens({'pad_token': '<pad>'})."
+        )
     tokenizer.padding_side = "right"  # of training; texts are generated from prompts padded on the left
-    model = models.load_weights(
-        AutoModelForCausalLM,
-        model_args,
-        config,
-        # not the type of the file: half-precision weights lose the small updates of private training
-        dtype=getattr(torch, model_args.dtype),
-    )
+    # not the type of the file: half-precision weights lose the small updates of private training
+    model = models.load_weights(auto, model_args, config, dtype=getattr(torch, model_args.dtype))
     models.set_padding(tokenizer, model)
     return tokenizer, model
 

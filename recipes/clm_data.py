@@ -1,7 +1,8 @@
-"""From tables to records of a causal language model: which columns are used, and which tokens carry loss.
+"""From tables to records of a language model: which columns are used, and which tokens carry loss.
 
-There are two kinds of data: `Pairs` (a prompt and its target) and `Documents` (plain text). Each turns rows of a table
-into `Record`s, one row at a time: what a record holds never depends on other rows. Conversations: `recipes/sft.py`.
+There are two kinds of data: `Pairs` (a prompt and its target; `SourceTarget` for a model with an encoder) and
+`Documents` (plain text). Each turns rows of a table into `Record`s, one row at a time: what a record holds never
+depends on other rows. Conversations: `recipes/sft.py`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _record(input_ids: list[int], labels: list[int], block_size: int) -> Record:
     return Record(input_ids[:block_size], labels[:block_size], len(input_ids) > block_size)
 
 
-# --- the two kinds ---------------------------------------------------------------------------------------------------
+# --- the kinds ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,59 @@ class Documents:
             yield _record(ids, list(ids), block_size)
 
 
+@dataclass(frozen=True)
+class SourceTarget(Pairs):
+    """The encoder reads the prompt, its source, and an end token; the loss is on the target and its end token.
+
+    Args:
+        block_size: tokens of a source, the end included; of a longer one the beginning is kept.
+    """
+
+    shift: ClassVar[int] = 0
+    block_size: int
+
+    def unit(self, block_size: int) -> str:
+        return f"one row: a source of at most {self.block_size} tokens with its target of at most {block_size} tokens"
+
+    def prompt_ids(self, prompts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        return [_cut(row, self.block_size) for row in _with_end(tokenizer, text=prompts)]
+
+    def records(
+        self, rows: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, block_size: int
+    ) -> Iterator[Record]:
+        sources = _with_end(tokenizer, text=self.prompts(rows))
+        targets = _with_end(tokenizer, text_target=list(rows[self.target]))
+        for source, target in zip(sources, targets, strict=True):
+            is_cut = len(source) > self.block_size or len(target) > block_size
+            yield Record(_cut(source, self.block_size), target[:block_size], is_cut)
+
+
+def _with_end(tokenizer: PreTrainedTokenizerBase, **texts: list[str]) -> list[list[int]]:
+    """Tokens with the special ones of the model, and an end where its tokenizer adds none."""
+    end = tokenizer.eos_token_id
+    return [row if row[-1:] == [end] else [*row, end] for row in tokenizer(**texts, verbose=False)["input_ids"]]
+
+
+def _cut(row: list[int], most: int) -> list[int]:
+    """The beginning of a source, with its end token."""
+    return row if len(row) <= most else [*row[: most - 1], row[-1]]
+
+
 Kind = Pairs | Documents
+
+
+def with_encoder(kind: Kind, block_size: int) -> SourceTarget:
+    """The kind for a model that reads prompts with an encoder.
+
+    Raises:
+        DPConfigError: for plain text, which has no source.
+    """
+    if not isinstance(kind, Pairs):
+        raise DPConfigError(
+            "A model with an encoder needs prompts and targets, and this is plain text. Name --prompt_column and "
+            "--target_column, or finetune a causal model."
+        )
+    return SourceTarget(kind.template, kind.target, separator="", block_size=block_size)
 
 
 def _columns_of(template: str) -> list[str]:
@@ -240,15 +293,13 @@ class Split:
     num_without_target: int
 
 
-def choose_block_size(
-    asked: int | None, tokenizer: PreTrainedTokenizerBase, model: Any, name: str = "block_size"
-) -> int:
-    """Most tokens of a record: what was asked for under that name, within what the model takes."""
+def choose_block_size(asked: int | None, tokenizer: PreTrainedTokenizerBase, model: Any) -> int:
+    """Most tokens of a record: what was asked for, within what the model takes."""
     most = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None) or sys.maxsize)
     if asked is None:
         return min(DEFAULT_BLOCK_SIZE, most)
     if asked > most:
-        logger.warning(f"{name}={asked} is more than the model takes; using {most}.")
+        logger.warning(f"block_size={asked} is more than the model takes; using {most}.")
     return min(asked, most)
 
 

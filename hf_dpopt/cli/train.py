@@ -22,7 +22,6 @@ from hf_dpopt.tuning.space import REFUSED
 JOBS = {  # value of the key `job` -> script under recipes/, and flags
     "classification": ["glue"],
     "language_model": ["clm"],
-    "seq2seq": ["seq2seq"],
     "chat": ["sft"],
     "preference": ["preferences", "--job=dpo"],
     "reward": ["preferences", "--job=reward"],

@@ -170,7 +170,7 @@ def write_files(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory, gpt2_dir: str, t5_dir: str) -> dict[str, str]:  # noqa: F811
-    """Script -> folder of a tiny model."""
+    """Script, or ready file -> folder of a tiny model."""
     folder = tmp_path_factory.mktemp("models")
     roberta = save_roberta(folder / "roberta", RobertaForSequenceClassification, TEXTS * 2)
     tiny.made(
@@ -188,7 +188,13 @@ def changes(name: str, models: dict[str, str]) -> list[str]:
     """Flags that make a ready file a tiny run."""
     words = [word for flag, value in TINY.items() for word in (f"--{flag}", value)]
     encoder = ["--encoder_name_or_path", models["glue"], "--num_rows", "8"] if name == "synthetic" else []
-    return [*words, "--model_name_or_path", models[script_of(name)[0]], *encoder, *MORE.get(name, [])]
+    return [
+        *words,
+        "--model_name_or_path",
+        models.get(name) or models[script_of(name)[0]],
+        *encoder,
+        *MORE.get(name, []),
+    ]
 
 
 def test_a_ready_file_trains_and_flags_override_it(tmp_path, monkeypatch, run, models) -> None:

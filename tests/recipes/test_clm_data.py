@@ -22,8 +22,6 @@ from recipes.clm_data import (
     tokenize,
 )
 from recipes.embedded.build import make_gpt2_tokenizer
-from recipes.seq2seq import DataTrainingArguments as Seq2SeqArguments
-from recipes.seq2seq import find_kind as find_source_and_target
 from recipes.tables import TEXT_EXTENSIONS, Table, read_table
 
 
@@ -206,8 +204,6 @@ def test_the_column_of_users_is_named_with_the_other_missing_ones() -> None:
     missing = r"no column 'prompt' or 'target' or 'who' \(--user_id_column\)"
     with pytest.raises(DPConfigError, match=missing):
         find_kind(tables, args, "who")
-    with pytest.raises(DPConfigError, match=missing):
-        find_source_and_target(tables, Seq2SeqArguments(prompt_column="prompt", target_column="target"), "who")
     tables["train"] = table(prompt=["x"], target=["y"], who=["a"])
     assert find_kind(tables, args, "who").columns == ("prompt", "target")
 

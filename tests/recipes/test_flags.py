@@ -10,15 +10,14 @@ from types import ModuleType
 
 import pytest
 
-from hf_dpopt import DPSeq2SeqTrainingArguments, DPTrainingArguments
+from hf_dpopt import DPTrainingArguments
 from hf_dpopt.convex import HeadTrainingArguments
-from recipes import canaries, clm, flags, glue, linear_probe, options, seq2seq, stackoverflow
+from recipes import canaries, clm, flags, glue, linear_probe, options, stackoverflow
 
 RECIPES = {
     "clm": (clm.ModelArguments, clm.DataTrainingArguments, DPTrainingArguments),
     "glue": (glue.ModelArguments, glue.DataTrainingArguments, DPTrainingArguments),
     "linear_probe": (linear_probe.ModelArguments, linear_probe.DataTrainingArguments, HeadTrainingArguments),
-    "seq2seq": (seq2seq.ModelArguments, seq2seq.DataTrainingArguments, DPSeq2SeqTrainingArguments),
     "stackoverflow": (stackoverflow.ModelArguments, stackoverflow.DataTrainingArguments, DPTrainingArguments),
     "canaries make": (canaries.MakeArguments, clm.ModelArguments, clm.DataTrainingArguments),
     "canaries score": (canaries.ScoreArguments,),
@@ -41,7 +40,7 @@ def test_every_flag_of_a_recipe_with_trl_is_known(recipe: str, own: str) -> None
 
 @pytest.mark.parametrize(
     "recipe",
-    ["canaries", "clm", "glue", "linear_probe", "preferences", "seq2seq", "sft", "stackoverflow", "synthetic"],
+    ["canaries", "clm", "glue", "linear_probe", "preferences", "sft", "stackoverflow", "synthetic"],
 )
 def test_an_unknown_flag_is_refused_before_torch_is_imported(recipe: str) -> None:
     command = [sys.executable, "-X", "importtime", f"recipes/{recipe}.py", "--lora-rank=8", "--max-steps", "2"]

@@ -1,4 +1,4 @@
-"""recipes/seq2seq.py: sources and targets, whole runs on a tiny T5."""
+"""recipes/clm.py with models that have an encoder: sources and targets, whole runs on a tiny T5."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig, BartForConditionalGeneration
 
 from hf_dpopt import DPConfigError
-from recipes import clm, seq2seq
-from recipes.clm_data import tokenize
-from recipes.seq2seq import SourceTarget
+from recipes import clm
+from recipes.clm_data import SourceTarget, tokenize
 from recipes.tables import Table
 from tests.recipes.texts import PAIRS, words
 
@@ -37,7 +36,7 @@ def bart_dir(t5_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
-MODEL, run = "t5_dir", seq2seq.run  # for test_refusals
+MODEL, run = "t5_dir", clm.run  # for test_refusals
 
 
 def write_files(folder: Path) -> None:
@@ -69,7 +68,7 @@ def expected_losses(folder: Path) -> list[tuple[float, int]]:
 
 def test_a_run_trains_evaluates_and_generates(t5_dir: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = arguments(t5_dir, do_train="true", do_eval="true", generate="true", max_new_tokens="6", num_beams="2")
-    assert seq2seq.run(flags) == 0
+    assert clm.run(flags) == 0
     out = files / "out"
     results, losses = json.loads((out / "all_results.json").read_text()), expected_losses(out)
     assert results["eval_token_loss"] == pytest.approx(sum(s for s, _ in losses) / sum(n for _, n in losses), rel=1e-4)
@@ -86,7 +85,7 @@ def test_a_run_trains_evaluates_and_generates(t5_dir: str, files: Path, capsys: 
 def test_public_sources_and_targets_are_mixed_in(t5_dir: str, files: Path) -> None:
     (files / "public.jsonl").write_text('{"mr": "name[X]", "ref": "X is here"}\n' * 8)
     flags = {"public_file": "public.jsonl", "public_epochs": "0", "public_batch_size": "8", "optim": "sgd"}
-    assert seq2seq.run(arguments(t5_dir, do_train="true", public_mirror_descent="cosine", **flags)) == 0
+    assert clm.run(arguments(t5_dir, do_train="true", public_mirror_descent="cosine", **flags)) == 0
     report = json.loads((files / "out" / "privacy" / "report.json").read_text())
     assert "mirror" in json.dumps(report).lower()
 
@@ -95,7 +94,7 @@ def test_texts_that_leave_no_room_are_refused_before_training(
     bart_dir: str, files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = arguments(bart_dir, do_train="true", do_eval="true", generate="true", max_new_tokens="48")
-    assert seq2seq.run(flags) == 2
+    assert clm.run(flags) == 2
     assert "leaves no room" in capsys.readouterr().err and not (files / "out").exists()
 
 
@@ -106,7 +105,7 @@ def test_special_tokens_are_those_of_the_tokenizer(t5_dir: str) -> None:
     tokenizer._tokenizer.post_processor = TemplateProcessing(
         single="a $A <|endoftext|>", special_tokens=[("a", start), ("<|endoftext|>", end)]
     )
-    kind = SourceTarget("{mr}", "ref", separator="", max_source_length=4)
+    kind = SourceTarget("{mr}", "ref", separator="", block_size=4)
     (record,) = kind.records({"mr": ["bcdefgh"], "ref": ["b"]}, tokenizer, 9)
     assert record.input_ids[0] == record.labels[0] == start and record.input_ids[-1] == record.labels[-1] == end
     assert record.labels.count(end) == 1 and len(record.input_ids) == 4
@@ -114,7 +113,7 @@ def test_special_tokens_are_those_of_the_tokenizer(t5_dir: str) -> None:
 
 def test_sources_and_targets_are_cut_apart(t5_dir: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(t5_dir)
-    kind = SourceTarget("{mr}", "ref", separator="", max_source_length=4)
+    kind = SourceTarget("{mr}", "ref", separator="", block_size=4)
     table = Table("rows", {"mr": ["a b c d e f g h", "a", "b"], "ref": ["h g f e d c b a", "b", ""]})
     split = tokenize(table, kind, tokenizer, block_size=3)
     long, short, empty = split.dataset
@@ -125,29 +124,18 @@ def test_sources_and_targets_are_cut_apart(t5_dir: str) -> None:
 
 
 REFUSED = {
-    "no data at all": ({"model_name_or_path": None, "train_file": None, "validation_file": None}, "brings none"),
     "no model": ({"model_name_or_path": None}, "Add --model_name_or_path"),
-    "columns": ({"prompt_column": None, "target_column": None, "train_file": "odd.jsonl"}, "no source and target"),
+    "columns": (
+        {"prompt_column": None, "target_column": None, "train_file": "odd.jsonl"},
+        "no kind of data is recognised",
+    ),
     "missing column": ({"prompt_column": "nope"}, "has no column 'nope'"),
-    "predict": ({"predict_with_generate": "true"}, "Use --generate"),
-    "length": ({"max_source_length": "0"}, "max_source_length=0 is not a positive count"),
+    "plain text": ({"text_column": "ref", "prompt_column": None, "target_column": None}, "needs prompts and targets"),
     "no privacy": ({"target_epsilon": None, "do_train": "true"}, "Add --target_epsilon 8"),
     "metrics on training records": ({"validation_file": "train.jsonl", "do_train": "true"}, "exact values"),
 }
 
 
-def test_each_recipe_names_the_other_for_its_models(
-    gpt2_dir: str,
-    t5_dir: str,
-    files: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert seq2seq.run(arguments(gpt2_dir)) == 2
-    assert "Finetune it with recipes/clm.py" in capsys.readouterr().err
-    assert clm.run(arguments(t5_dir)) == 2
-    assert "recipes/seq2seq.py" in capsys.readouterr().err
-
-
 def test_padding_that_is_the_end_is_refused(gpt2_dir: str, t5_dir: str, files: Path) -> None:
     with pytest.raises(DPConfigError, match="end token and a padding token that differ"):
-        seq2seq.main(arguments(t5_dir, tokenizer_name=gpt2_dir, do_train="true"))
+        clm.main(arguments(t5_dir, tokenizer_name=gpt2_dir, do_train="true"))
