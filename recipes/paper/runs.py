@@ -316,15 +316,6 @@ def draw_lines(
     axis.legend(fontsize=8)
 
 
-def draw_bars(axis: Any, labels: Sequence[str], values: Sequence[Any], colors: Sequence[str]) -> None:
-    """Mean, standard deviation and every value, a line of the panel for each label, from top to bottom."""
-    for i, (some, color) in enumerate(zip(values, colors, strict=True)):
-        axis.errorbar(np.mean(some), i, xerr=np.std(some, ddof=1), fmt="o", capsize=4, color=color)
-        axis.plot(some, np.full(len(some), i), "k.", markersize=3)
-    axis.set_yticks(range(len(labels)), labels)
-    axis.set_ylim(len(labels) - 0.5, -0.5)
-
-
 def draw_band(axis: Any, x: Sequence[float], curves: Any, label: str, **style: Any) -> None:
     """Mean of several curves, and their range."""
     (line,) = axis.plot(x, np.mean(curves, axis=0), label=label, **style)

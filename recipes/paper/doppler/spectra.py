@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hf_dpopt.postprocess.low_pass import PRESETS, LowPassFilter
-from recipes.paper.doppler.filters import DESIGNS, passed_on
+from hf_dpopt.postprocess.recursion import impulse_response
 from recipes.paper.doppler.spectrum import equation_4, power_ratio, power_spectral_density
 from recipes.paper.doppler.task import Size, read_data
 from recipes.paper.doppler.training import OPTIONS, PLAIN, Run, train
@@ -23,6 +23,7 @@ from recipes.paper.runs import experiment, panels, save
 FILTER = "first_order_v1"
 STAGES = ("signal", "released", "filtered")
 NUM_COORDINATES = 8192
+DESIGNS = ("butterworth:2:0.1", "chebyshev:2:0.1:0.5")
 
 
 class Recorder:
@@ -43,6 +44,17 @@ class Recorder:
     def recorded(self) -> dict[str, torch.Tensor]:
         """Stage -> (T, D)."""
         return {name: torch.stack(rows) for name, rows in self._rows.items()}
+
+
+def passed_on(low_pass: LowPassFilter, num_steps: int) -> np.ndarray:
+    """How much of the gradient of each step has arrived in the weights after `num_steps` of SGD at rate 1; (T,).
+
+    Step s adds ``h_{t-s} / c_t`` of itself in every later step t. Their sum is 1 for all but the last steps, whatever
+    the filter: its gain at frequency 0 is 1.
+    """
+    h = impulse_response(low_pass.b, low_pass.a, num_steps)
+    arrived = 1 / np.cumsum(h)
+    return np.array([h[: num_steps - s] @ arrived[s:] for s in range(num_steps)])
 
 
 def analyse(recorded: dict[str, torch.Tensor], noise_variance: float, segment: int) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess import IndependentNoise, NoiseLevel
-from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from recipes.paper.doppler.task import Classifier, Data, Size, evaluate, read_data
 from recipes.paper.runs import Folder, KeptRuns, best_of, is_point, labelled, mean_and_error, percent
@@ -83,7 +82,7 @@ def train(run: Run, data: Data, observe: Observer | None = None) -> dict[str, An
 
     Returns:
         Accuracies and losses on both held-out sets, the curve of (step, validation accuracy), the fraction of records
-        that were clipped, the last weights of an adaptive filter, processor time. A loss that is not finite is None.
+        that were clipped, processor time. A loss that is not finite is None.
     """
     began = time.process_time()
     plan = run.plan(len(data.train))
@@ -118,13 +117,12 @@ def train(run: Run, data: Data, observe: Observer | None = None) -> dict[str, An
         "curve": curve,
         "clipped": sums.seen.num_clipped / max(1, sums.seen.num_records),
         "noise_multiplier": plan.noise_multiplier,
-        "taps": list(low_pass.b) if isinstance(low_pass, AdaptiveFIR) else None,
         "seconds": round(time.process_time() - began, 1),
     }
 
 
 def make_optimizer(
-    run: Run, parameters: Iterable[nn.Parameter], level: NoiseLevel, low_pass: LowPassFilter | AdaptiveFIR | None
+    run: Run, parameters: Iterable[nn.Parameter], level: NoiseLevel, low_pass: Any
 ) -> torch.optim.Optimizer:
     """The filter sits in the optimizer, except for SGD, whose gradients are filtered before it."""
     if run.optimizer == "dp_sgd":
@@ -152,31 +150,23 @@ class Runs(KeptRuns):
             "noise_multiplier": results[0]["noise_multiplier"], "rate": rate, "tried": labelled(tried),
             "seeds": list(seeds), "accuracies": [result["accuracy"] for result in results],
             "losses": [result["loss"] for result in results], "curves": [result["curve"] for result in results],
-            "taps": [result.get("taps") for result in results],
             "clipped": float(np.mean([result["clipped"] for result in results])),
             "seconds_per_run": float(np.mean([result["seconds"] for result in results])),
         }  # fmt: skip
 
 
-def gain(cell: dict[str, Any], plain: dict[str, Any]) -> dict[str, float]:
-    """Points of a cell over one without the filter, seed by seed: mean and standard error."""
-    mean, error = mean_and_error(percent(cell["accuracies"]) - percent(plain["accuracies"]))
-    return {"gain": mean, "error": error}
-
-
 def gains(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Gains of all cells with a filter over those without."""
+    """Points of all cells with a filter over those without, seed by seed: means and standard errors."""
     by_key = {(c["optimizer"], c["filter"], c["epsilon"]): c for c in cells}
-    return [
-        {
-            "optimizer": optimizer,
-            "filter": low_pass,
-            "epsilon": epsilon,
-            **gain(cell, by_key[optimizer, PLAIN, epsilon]),
-        }
-        for (optimizer, low_pass, epsilon), cell in by_key.items()
-        if low_pass != PLAIN and (optimizer, PLAIN, epsilon) in by_key
-    ]
+    found = []
+    for (optimizer, low_pass, epsilon), cell in by_key.items():
+        plain = by_key.get((optimizer, PLAIN, epsilon))
+        if low_pass != PLAIN and plain is not None:
+            mean, error = mean_and_error(percent(cell["accuracies"]) - percent(plain["accuracies"]))
+            found.append(
+                {"optimizer": optimizer, "filter": low_pass, "epsilon": epsilon, "gain": mean, "error": error}
+            )
+    return found
 
 
 # options of every command, and the names of their plots
