@@ -278,10 +278,6 @@ class SecondMoment:
                 parts[name] = Factored((values[0].mean().sqrt() + eps) / rows_P, 1 / columns_Q)
         return parts
 
-    def diagonal(self) -> dict[str, torch.Tensor]:
-        """Name -> sqrt(v), flat, or the roots of its row and column means: for plots."""
-        return {name: torch.cat([v.sqrt().flatten() for v in values]) for name, values in self._values.items()}
-
     def state_dict(self) -> dict[str, Any]:
         return {name: [v.clone() for v in values] for name, values in self._values.items()}
 

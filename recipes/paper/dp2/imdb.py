@@ -1,6 +1,6 @@
-"""DP^2 on film reviews: table of methods, budgets, delays, features, and the preconditioner over time.
+"""DP^2 on film reviews: table of methods, budgets, delays and features.
 
-Logistic regression on the frequencies of 10,000 words, the paper's experiment (its Figures 1, 4, 5, 6 and Table 4)
+Logistic regression on the frequencies of 10,000 words, the paper's experiment (its Figures 4 to 6 and Table 4)
 with 3,000 training records instead of 25,000. Every method has the best of a grid, found under a seed that is not
 reported, on records that are not reported either. Runs are kept in ``dp2_imdb.jsonl``; those that are there are not
 made again.
@@ -16,11 +16,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from recipes.paper.dp2.data import Task, imdb
-from recipes.paper.dp2.training import Hyper, Method, Runs, Setting, make, train_once
+from recipes.paper.dp2.training import Hyper, Method, Runs, Setting
 from recipes.paper.runs import (
     Folder,
     draw_band,
@@ -32,7 +29,6 @@ from recipes.paper.runs import (
     same_range,
     save,
 )
-from recipes.paper.steps import seeded_keys
 
 DELAY = 195  # the paper's
 SETTING = Setting(batch=64, num_steps=24 * DELAY, noise_multiplier=1.0)  # 99.8 epochs; the paper: 100
@@ -177,49 +173,15 @@ def delays(runs: Runs) -> list[dict[str, Any]]:
     return [runs.report(name, SETTING, best | {"delay": delay}, SWEEP_SEEDS) | {"delay": delay} for delay in DELAYS]
 
 
-def refreshes(task: Task, hyper: Hyper, sigma: float) -> list[torch.Tensor]:
-    """sqrt(v) of the words at every refresh of D, float64."""
-    found = []
-
-    def observe(step: int, preclip: Any) -> None:
-        if step % (2 * DELAY) == DELAY:
-            found.append(preclip.moment.diagonal()["weight"].detach().flatten().double())
-
-    plan = make(DP2_RMSPROP, hyper, Setting(SETTING.batch, SETTING.num_steps, sigma), len(task.train))
-    train_once(task, plan, DP2_RMSPROP, hyper, seeded_keys(0), evaluate_every=SETTING.num_steps, observe=observe)
-    return found
-
-
-def preconditioner(task: Task, hyper: Hyper) -> dict[str, Any]:
-    """sqrt(v) at every refresh of a private run, and of one without noise."""
-    kept = {"private": refreshes(task, hyper, 1.0), "without noise": refreshes(task, hyper, 0.0)}
-    found: dict[str, Any] = {"hyper": hyper, "noise_in_the_mean": hyper["clip"] / SETTING.batch / DELAY**0.5}
-    levels = torch.tensor([0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99]).double()
-    for name, words in kept.items():
-        found[name] = {
-            "levels": levels.tolist(),
-            "quantiles": [v.quantile(levels).tolist() for v in words],
-            "histograms": [torch.histc(v.log10(), bins=60, min=-7, max=-1).tolist() for v in words],
-        }
-    logs = [[roots.clamp(min=1e-9).log() for roots in words] for words in kept.values()]
-    pairs = zip(*logs, strict=True)
-    found["correlation_of_logs"] = [float(torch.corrcoef(torch.stack(pair))[0, 1]) for pair in pairs]
-    noise_alone = (1 - 0.9) ** 0.5 * found["noise_in_the_mean"]  # sqrt(v) of the first refresh, without any signal
-    found["words_above_the_noise"] = [int((roots > noise_alone).sum()) for roots in kept["without noise"]]
-    return found
-
-
 def compute(given: argparse.Namespace) -> dict[str, Any]:
     def runs_of(task: Task, methods: list[Method]) -> Runs:
         return Runs(given.output_dir / "dp2_imdb.jsonl", task, methods, evaluate_every=DELAY)
 
-    task = imdb(given.data)
-    runs, no_bias = runs_of(task, METHODS), runs_of(imdb(given.data, bias=False), NO_BIAS)
+    runs, no_bias = runs_of(imdb(given.data), METHODS), runs_of(imdb(given.data, bias=False), NO_BIAS)
     presence = runs_of(imdb(given.data, features="presence"), PRESENCE)
     return {
         "table": table(runs, given.num_seeds),
         "delays": delays(runs),
-        "preconditioner": preconditioner(task, PAPER["DP2-RMSProp"][0]),
         "presence": presence.best([method.name for method in PRESENCE], SETTING, SWEEP_SEEDS),
         "no_bias": no_bias.best([method.name for method in NO_BIAS], SETTING, SWEEP_SEEDS),
         "budgets": budgets(runs, SWEPT) + budgets(no_bias, [NO_BIAS[0], NO_BIAS[-1]]),
@@ -255,25 +217,9 @@ def plot_sweeps(numbers: dict[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-def plot_preconditioner(numbers: dict[str, Any], path: Path) -> None:
-    """Histograms of sqrt(v) over the words, one line per refresh, light to dark."""
-    figure, axes = panels(2, width=5.0, height=4.0)
-    for axis, name in zip(axes, ("without noise", "private"), strict=True):
-        histograms = numbers[name]["histograms"]
-        for i, histogram in enumerate(histograms):
-            shade = (0.1, 0.3, 0.6, 0.15 + 0.85 * (i + 1) / len(histograms))
-            axis.stairs(histogram, np.linspace(-7, -1, 61), color=shade)
-        level = np.log10(numbers["noise_in_the_mean"] * 0.1**0.5)
-        axis.axvline(level, color="C3", linestyle="--", label="noise alone")
-        axis.set(xlabel="log10 of sqrt(v)", ylabel="words", title=name)
-        axis.legend(fontsize=8)
-    save(figure, path)
-
-
 def plot(numbers: dict[str, Any], path: Path) -> None:
     plot_curves(numbers["table"], path, PANELS)
     plot_sweeps(numbers, path.with_name("dp2_sweeps.png"))
-    plot_preconditioner(numbers["preconditioner"], path.with_name("dp2_preconditioner.png"))
 
 
 main = experiment("dp2_imdb", compute, plot, data=Folder("folder with train, test and unsup.jsonl.gz"), num_seeds=5)

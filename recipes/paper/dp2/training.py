@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ TUNING_SEED = 1000  # its runs choose hyper-parameters and are not reported
 LAST = 4  # evaluations at the end of a run that choose, as in the authors' code; one alone is noisy
 
 Hyper = dict[str, Any]  # rate, clip, and where they apply: rate_adaptive, clip_adaptive, eps, beta
-Observer = Callable[[int, Preconditioning], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +130,6 @@ def train_once(
     keys: tuple[bytes, bytes],
     *,
     evaluate_every: int,
-    observe: Observer = lambda step, preclip: None,
 ) -> Outcome:
     """One private run."""
     model = task.model()
@@ -150,7 +148,6 @@ def train_once(
     optimizer = make_optimizer(method.optimizer, hyper, model.parameters())
     outcome = Outcome([], [], [], model)
     for step in descend(steps, engine, optimizer, plan.num_steps, chain):
-        observe(step, steps.preconditioner)
         if step % evaluate_every == 0 or step == plan.num_steps:
             outcome.steps.append(step)
             outcome.tuning.append(task.accuracy(model, task.tuning))
