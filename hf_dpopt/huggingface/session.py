@@ -97,8 +97,9 @@ class TrainingSession:
             if engine == "auto":
                 engine, self._engine_reason = choose_engine(model)
             self.engine = make_engine(model, self.plan.clipper, engine)
-            weights = list(model.parameters())
-            self._tokens_at_once = fastest_tokens(sum(p.numel() for p in weights), weights[0].device)
+            weights, self._tokens_at_once = list(model.parameters()), None
+            if not unruled(self.engine):  # of those layers each record takes a copy of the gradient, however short
+                self._tokens_at_once = fastest_tokens(sum(p.numel() for p in weights), weights[0].device)
             self.losses = RecordLosses(
                 model, inputs.per_example_loss_func or "auto", label_smoothing=args.label_smoothing_factor
             )
