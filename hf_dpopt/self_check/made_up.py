@@ -17,7 +17,7 @@ from hf_dpopt.records.limits import padding_id_of, table_of
 from hf_dpopt.records.losses import IGNORED, base_model, num_records
 from hf_dpopt.records.settings import settings
 
-MAX_TOKENS = 32
+MAX_TOKENS = 16
 NUM_CODES = 64  # of the made-up tokens where no table says how many there are
 LARGE = 30.0  # times as large as other features are
 
