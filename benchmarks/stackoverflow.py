@@ -1,21 +1,29 @@
 """recipes/stackoverflow.py at the size of the benchmark: rows per second, seconds a round, memory of each process.
 
     python benchmarks/stackoverflow.py --folder build/stackoverflow --output docs/stackoverflow.json
+    OMP_NUM_THREADS=1 python benchmarks/stackoverflow.py --rounds_in_turns 3 --num_users 2000 --output rounds.json
 
 Writes a synthetic split with the statistics of the real one and runs the recipe on it as a user would, on one process
 and on two. The first run of a size converts the split, the others map the files. Speeds are of CPU seconds, so that
 other work on the machine does not count; one thread each. Of a process, `anonymous` memory is
 its own; `mapped` pages belong to files, are shared by the processes and given up when others need the memory.
+
+`--rounds_in_turns` compares rounds of the recipe with rounds of a plain loop of torch without privacy, in turns, in one
+process: as many users, drawn anew, the same local training, the mean of their moves added to the weights. A private
+round is everything from the end of a plain one to its own end: draw, rows, collation, local training, clip, ledger,
+journal, noise and optimizer.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import platform
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -23,16 +31,39 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import psutil
+import torch
+from transformers import TrainerCallback
 
+from hf_dpopt import DPTrainer
+from hf_dpopt.users import local
+from recipes import stackoverflow as recipe
 from recipes import stackoverflow_synthetic as synthetic
 
 ROOT = Path(__file__).resolve().parents[1]
 REAL_ROWS, REAL_USERS = 135_818_730, 342_477
 USERS_PER_ROUND, RECORDS_PER_USER, ROUNDS = 100, 16, 8
+LOCAL_RATE = 0.5
 SIZES = (1_000_000, None)
 KINDS = ("anonymous", "mapped")
+
+
+def words(
+    folder: Path, out: Path, *, rows: int | None, rounds: int, users: int = USERS_PER_ROUND, **others: Any
+) -> list[str]:
+    """Command line of the recipe."""
+    flags: dict[str, Any] = {
+        "train_file": folder / synthetic.SQLITE, "vocabulary_file": folder / synthetic.WORD_COUNT, "use_cpu": True,
+        "target_epsilon": 8, "target_delta": 1e-6, "expected_batch_size": users,
+        "records_per_user": RECORDS_PER_USER, "local_training": json.dumps({"learning_rate": LOCAL_RATE}),
+        "optim": "sgd", "learning_rate": 1, "max_steps": rounds, "per_device_train_batch_size": 256,
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "output_dir": out / "run",
+        "private_state_dir": out / "private", **({"max_train_samples": rows} if rows else {}), **others,
+    }  # fmt: skip
+    return [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
 
 
 def measure(folder: Path, *, rows: int | None, rounds: int, processes: int) -> dict[str, Any]:
@@ -40,18 +71,9 @@ def measure(folder: Path, *, rows: int | None, rounds: int, processes: int) -> d
     out = folder / "out"
     shutil.rmtree(out, ignore_errors=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    flags: dict[str, Any] = {
-        "train_file": folder / synthetic.SQLITE, "vocabulary_file": folder / synthetic.WORD_COUNT, "use_cpu": True,
-        "target_epsilon": 8, "target_delta": 1e-6, "expected_batch_size": USERS_PER_ROUND,
-        "records_per_user": RECORDS_PER_USER, "local_training": '{"learning_rate": 0.5}', "optim": "sgd",
-        "learning_rate": 1, "max_steps": rounds, "per_device_train_batch_size": 256, "save_strategy": "no",
-        "report_to": "none", "disable_tqdm": True, "output_dir": out / "run", "private_state_dir": out / "private",
-        **({"max_train_samples": rows} if rows else {}),
-    }  # fmt: skip
-    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
     began, used = time.perf_counter(), cpu_seconds()
     started = subprocess.Popen(
-        [*command, str(ROOT / "recipes" / "stackoverflow.py"), *words],
+        [*command, str(ROOT / "recipes" / "stackoverflow.py"), *words(folder, out, rows=rows, rounds=rounds)],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -86,13 +108,103 @@ def memory_mib(pid: int) -> dict[str, int]:
     return {"anonymous": kib.get("RssAnon", 0) // 1024, "mapped": kib.get("RssFile", 0) // 1024}
 
 
+class InTurns(TrainerCallback):
+    """A round of the plain loop after each private one, with CPU seconds of both.
+
+    Args:
+        model: a copy of the model, which the plain loop trains.
+        records: all records.
+        collate: makes a batch of some.
+
+    Attributes:
+        num_users: of the private round in progress.
+        rounds: users, seconds of the private round and of the plain one.
+    """
+
+    def __init__(self, model: torch.nn.Module, records: Any, collate: Any):
+        self.model, self.records, self.collate = model.train(), records, collate
+        order = np.argsort(users := np.asarray(records["user"]), kind="stable")
+        self.rows = np.split(order, np.flatnonzero(np.diff(np.unique(users[order], return_inverse=True)[1])) + 1)
+        self.rng, self.num_users = np.random.default_rng(0), 0
+        self.since, self.rounds = time.process_time(), list[dict[str, float]]()
+
+    def prepare_user(self, *args: Any) -> Any:
+        self.num_users += 1
+        return _alone(*args)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        private, begin = time.process_time() - self.since, time.process_time()
+        self.plain_round(self.num_users)
+        self.since = time.process_time()
+        self.rounds.append({"users": self.num_users, "private": private, "plain": self.since - begin})
+        self.num_users = 0
+
+    def plain_round(self, num_users: int) -> None:
+        weights = [p for p in self.model.parameters() if p.requires_grad]
+        start, total = [p.detach().clone() for p in weights], [torch.zeros_like(p) for p in weights]
+        for user in self.rng.choice(len(self.rows), num_users, replace=False):
+            rows = self.rows[user]
+            chosen = self.rng.choice(rows, min(len(rows), RECORDS_PER_USER), replace=False)
+            columns = self.records[np.sort(chosen).tolist()]
+            self.model(**self.collate([{"input_ids": ids} for ids in columns["input_ids"]])).loss.backward()
+            with torch.no_grad():
+                for p, before, moved in zip(weights, start, total, strict=True):
+                    p.sub_(p.grad, alpha=LOCAL_RATE)  # one batch of 16 records is one local step, as in the recipe
+                    p.grad = None
+                    moved.add_(before - p)
+                    p.copy_(before)
+        with torch.no_grad():
+            for p, moved in zip(weights, total, strict=True):
+                p.sub_(moved, alpha=1 / max(num_users, 1))
+
+
+_alone = local.alone
+
+
+def rounds_in_turns(folder: Path, *, num_rounds: int, users: int) -> dict[str, Any]:
+    """Rounds of the recipe and of a plain loop in turns; the first of each warms up and is left out."""
+    out = folder / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    options = recipe.parse(words(folder, out, rows=None, rounds=1 + num_rounds, users=users))
+    model_args, data_args, training_args = options
+    vocabulary, _ = recipe.read_vocabulary(data_args)
+    encoder, model = recipe.make_model(model_args, data_args, vocabulary, training_args.seed)
+    records = recipe.read_splits(data_args, training_args, encoder, "user")["train"]
+    turns = InTurns(copy.deepcopy(model), records, collate := recipe.Collator(0))
+    trainer = DPTrainer(
+        model=model, args=training_args, train_dataset=records, data_collator=collate, callbacks=[turns]
+    )
+    with mock.patch.object(local, "alone", turns.prepare_user):
+        trainer.train()
+    each = turns.rounds[1:]
+    ratios = [one["private"] / one["plain"] for one in each]
+    return {
+        "rounds": [{name: round(value, 2) for name, value in one.items()} for one in each],
+        "ratio": {"median": statistics.median(ratios), "least": min(ratios), "largest": max(ratios)},
+        "records_per_second": {
+            name: round(RECORDS_PER_USER * sum(one["users"] for one in each) / sum(one[name] for one in each), 1)
+            for name in ("private", "plain")
+        },
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("build/stackoverflow"))
     parser.add_argument("--num_users", type=int, default=14_000, help="397 rows each")
+    parser.add_argument(
+        "--rounds_in_turns", type=int, default=0, help="so many rounds and those of a plain loop alone"
+    )
+    parser.add_argument("--users_per_round", type=int, default=200, help="of the rounds in turns")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     synthetic.write(arguments.folder, num_users=arguments.num_users)
+    if num_rounds := arguments.rounds_in_turns:
+        found = rounds_in_turns(arguments.folder, num_rounds=num_rounds, users=arguments.users_per_round)
+        found = {"users_a_round": arguments.users_per_round, "records_per_user": RECORDS_PER_USER, **found}
+        print(text := json.dumps({"date": date.today().isoformat(), "torch": version("torch"), **found}, indent=1))
+        arguments.output.write_text(text + "\n", encoding="utf-8")
+        return
     source = synthetic_rows(arguments.folder)
     shutil.rmtree(arguments.folder / f"{synthetic.SQLITE}.converted", ignore_errors=True)
     results = []
