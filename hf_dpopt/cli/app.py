@@ -67,7 +67,7 @@ def common(
     """Differentially private finetuning."""
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def train(
     file: Annotated[Path | None, typer.Argument(help="A YAML file: `job`, and flags of its script.")] = None,
     flags: Annotated[list[str] | None, typer.Argument(help="Flags override the file; --help lists all.")] = None,
@@ -81,6 +81,8 @@ def train(
 
     if example is not None:
         training.print_example(example)
+    elif str(file).startswith("-"):
+        raise DPConfigError(f"{file} is before the file. Name the file first: `hf-dpopt train config.yaml {file} ..`.")
     elif file is not None:
         training.train(file, flags or [])
     else:

@@ -120,6 +120,12 @@ def test_a_file_is_asked_for(run) -> None:
     assert "`file`: missing. Name one" in run()[2]
 
 
+@pytest.mark.parametrize("flags", [["--target_epsilon", "3"], ["--target_epsilon=3"], ["-x"]])
+def test_flags_come_after_the_file(run, flags: list[str]) -> None:
+    code, _, err = run(*flags, "config.yaml")
+    assert code == 2 and f"Name the file first: `hf-dpopt train config.yaml {flags[0]} ..`." in err
+
+
 # --- ready files -----------------------------------------------------------------------------------------------------
 
 
