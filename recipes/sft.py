@@ -54,6 +54,8 @@ EMBEDDED = {
     "data_dependent_preprocessing": "none: public model and chat template",
 }  # fmt: skip
 LAYOUTS = (("messages",), ("prompt", "completion"), ("text",))
+STRING, MESSAGES = "a string that is not empty", "a list of messages with `role` and `content`"
+KINDS = {"messages": (list, MESSAGES), "text": (str, STRING)}  # all rows of another column are as its first is
 SHOWN, NEW_TOKENS = 3, 48
 
 
@@ -226,13 +228,13 @@ def read_rows(path: str, layouts: Sequence[tuple[str, ...]] = LAYOUTS) -> list[d
             f"{', or '.join(' and '.join(f'`{column}`' for column in columns) for columns in layouts)}: rename them."
         )
     rows = [dict(zip(table.columns, values, strict=True)) for values in zip(*table.columns.values(), strict=True)]
-    kind = type(rows[0][layout[0]])
+    either = type(rows[0][layout[0]]), f"{STRING}, or {MESSAGES}, and of one kind in all rows"
+    kind, needed = KINDS.get(layout[0], either)
     for i, row in enumerate(rows):
         for column in layout:
             if type(row[column]) is not kind or not _is_filled(row[column]):
                 raise DPConfigError(
-                    f"{table.where(i)}: {column!r} must be a string that is not empty, or a list of messages with "
-                    "`role` and `content`, and of one kind in all rows. Correct the row, or leave it out."
+                    f"{table.where(i)}: {column!r} must be {needed}. Correct the row, or leave it out."
                 )
             if kind is list:  # a message that only calls tools may have no content
                 row[column] = [{**message, "content": message.get("content") or ""} for message in row[column]]

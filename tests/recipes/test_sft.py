@@ -105,7 +105,7 @@ MESSAGES = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant",
     [
         ("no JSON", "train.jsonl, line 2"),
         ('{"question": "a", "answer": "b"}', "train.jsonl, line 2"),
-        ({"messages": []}, "line 2: 'messages' must be a string that is not empty, or a list of messages"),
+        ({"messages": []}, "line 2: 'messages' must be a list of messages with `role` and `content`."),
         ({"messages": "a"}, "line 2: 'messages' must be"),
         ({"messages": [{"from": "user", "value": "a"}]}, "line 2: 'messages' must be"),
         ({"messages": [{"role": "user"}]}, "line 2: 'messages' must be"),
@@ -118,6 +118,15 @@ def test_a_row_that_is_no_record_is_named(folder, capsys, row, says):
     Path("train.jsonl").write_text(f"{json.dumps(MESSAGES)}\n{text}\n")
     assert sft.run(_words()) == 2
     assert says in capsys.readouterr().err and not Path("out").exists()
+
+
+@pytest.mark.parametrize("column", ["messages", "text"])
+def test_a_first_row_of_the_wrong_kind_is_named(folder, capsys, column):
+    """It was read as the kind of all rows, and TRL dropped them."""
+    value = {"messages": "a conversation", "text": MESSAGES["messages"]}[column]
+    Path("train.jsonl").write_text(f"{json.dumps({column: value})}\n" * 24)
+    assert sft.run(_words()) == 2
+    assert f"line 1: '{column}' must be a " in capsys.readouterr().err and not Path("out").exists()
 
 
 @pytest.mark.parametrize(
