@@ -194,6 +194,11 @@ def _check_pairs(dataset: Any, name: str) -> Iterator[Refusal]:
             f"{name}, column {column!r}: rows have a value that is neither a string nor a list of messages (None, "
             "perhaps). Leave such pairs out: dataset.filter(lambda row: isinstance(row[column], (str, list))).",
         )
+    yield (
+        all(chosen == rejected for chosen, rejected in zip(dataset["chosen"], dataset["rejected"], strict=True)),
+        f"{name}: `chosen` and `rejected` are the same in every row, so there is nothing to prefer. Put the better "
+        "answer into `chosen` and the worse one into `rejected`.",
+    )
 
 
 @refuses

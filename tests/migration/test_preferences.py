@@ -332,6 +332,7 @@ def _odd(**changes: Any) -> Dataset:
         (PAIRS.select([]), "it has no rows. Give at least one pair"),
         (_odd(rejected=None), "column 'rejected': rows have a value that is neither a string nor.*dataset.filter"),
         (_odd(prompt=None), "column 'prompt'"),
+        (PAIRS.map(lambda row: {"rejected": row["chosen"]}), "`chosen` and `rejected` are the same in every row"),
     ],
 )
 @pytest.mark.parametrize(("trainer", "config"), [(DPDPOTrainer, DPDPOConfig), (DPRewardTrainer, DPRewardConfig)])
