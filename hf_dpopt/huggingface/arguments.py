@@ -114,6 +114,11 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
                 f"{self.privacy_unit!r}: a person's rows would be protected one by one. Add --privacy_unit user, or "
                 "leave user_id_column out."
             )
+        if self.privacy_unit == "user" and not self.user_id_column:
+            raise DPConfigError(
+                "privacy_unit='user' needs to know whose records are whose. Name the column of train_dataset that "
+                "holds the user ids: --user_id_column author."
+            )
         values = {name: getattr(self, name) for name in names}
         for name in ("noise_kwargs", "preconditioner_kwargs", "private_metrics_kwargs"):
             values[name] = values[name] or {}

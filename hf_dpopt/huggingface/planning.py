@@ -161,6 +161,7 @@ def _plan_run(inputs: TrainerInputs, ranks: Ranks, expected: int) -> PlannedRun:
     config = args.privacy_config(expected)
     output_dir, num_examples, users = str(args.output_dir), len(inputs.train_dataset), None
     if config.privacy_unit == "user":
+        assert args.user_id_column  # `privacy_config` refuses users without it
         users = UserData.of(inputs.train_dataset, args.user_id_column, config)
         num_examples = users.num_sampled
     check_same_everywhere(inputs.train_dataset)

@@ -35,7 +35,7 @@ class UserData:
         self.local_training = LocalTraining.of(dict(config.local_training)) if config.local_training else None
 
     @classmethod
-    def of(cls, dataset: Any, column: str | None, config: PrivacyConfig) -> UserData:
+    def of(cls, dataset: Any, column: str, config: PrivacyConfig) -> UserData:
         """Read the ids of a training set.
 
         Args:
@@ -46,11 +46,6 @@ class UserData:
         Raises:
             DPConfigError: for ids that are missing, all the same or no plain values; see `UserIndex.build`.
         """
-        if not column:
-            raise DPConfigError(
-                "privacy_unit='user' needs to know whose records are whose. Name the column of train_dataset that "
-                "holds the user ids: --user_id_column author."
-            )
         index = UserIndex.build(dataset, column)
         if index.num_users == index.num_rows:
             logger.warning(

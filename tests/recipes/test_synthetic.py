@@ -115,6 +115,10 @@ def test_the_same_without_privacy(folder, capsys):
         ({"num_rows": "0"}, "num_rows=0 is not a positive count"),
         ({"train_file": None}, "train_file: missing"),
         ({"num_rowz": "5"}, "Did you mean --num_rows?"),
+        (
+            {"privacy_unit": "user"},
+            "Name the column of train_dataset that holds the user ids: --user_id_column author.",
+        ),
         ({"privacy_unit": "user", "user_id_column": "who"}, "no column 'who' (--user_id_column)"),
         ({"noise_multiplier": "1"}, "Both target_epsilon and noise_multiplier are given"),
         ({"clipping_norm": "-1"}, "clipping_norm=-1"),
