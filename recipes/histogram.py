@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from torch import nn
 
@@ -131,7 +132,7 @@ def _count(
         return {"vectors": vectors, "labels": torch.zeros(len(rows), dtype=torch.long)}
 
     model = LinearCounts(sum(sizes.values()))
-    with _without_outlook():
+    with _without_outlook(), _precision_apart():
         trainer = DPTrainer(
             model=model,
             args=args,
@@ -140,7 +141,7 @@ def _count(
             per_example_loss_func=negative_score,
         )
         first_part.train(trainer, "the counts")
-    first_part.save(trainer, mark)
+        first_part.save(trainer, mark)
     return model.cells.weight
 
 
@@ -197,3 +198,16 @@ def _without_outlook() -> Iterator[None]:
         yield
     finally:
         log.removeFilter(is_no_advice)
+
+
+@contextmanager
+def _precision_apart() -> Iterator[None]:
+    """Count in float32 whatever the training uses: a process has one precision, in a state that Accelerators share."""
+    shared = AcceleratorState._shared_state
+    before = {**shared}
+    shared.clear()
+    try:
+        yield
+    finally:
+        shared.clear()
+        shared.update(before)

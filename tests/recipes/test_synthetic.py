@@ -89,7 +89,8 @@ def test_exact_comparisons_with_records_stay_private(folder, capsys):
 
 
 def test_users_are_counted_as_a_whole(folder, capsys):
-    flags = words(privacy_unit="user", user_id_column="person", expected_batch_size="8", file_format="csv")
+    of_users = {"privacy_unit": "user", "user_id_column": "person", "expected_batch_size": "8"}
+    flags = words(**of_users, file_format="csv", bf16="true")
     assert synthetic.run(flags) == 0, capsys.readouterr().err
     plans = [read_report(path).plan for path in (Path("out"), Path("out") / FOLDER)]
     assert [plan["privacy_unit"] for plan in plans] == ["user", "user"]
