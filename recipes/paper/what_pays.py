@@ -65,6 +65,7 @@ QUERY_METHODS = ("banded SGD", "independent noise, D from one query", "banded, D
 TOP_LAYER = "SST-2, LoRA in the top layer of MiniLM"
 NAMES = {"dp_sgd": "DP-SGD", "dp_adam_bc": "DP-AdamBC", "dp_adamw": "DP-AdamW"}
 LOW_PASS = "filter first_order_v1"
+OF_LORA = {"tangent": "tangent space of BA", "histogram": "first clip from a private histogram"}
 
 
 def one_query(words: dict, top_layer: dict) -> Iterator[Effect]:
@@ -135,6 +136,14 @@ def last_iterate(found: dict) -> Iterator[Effect]:
         yield without_pairs("last-iterate bound", "composition", f"head on features, {task}", epsilon, *best)
 
 
+def adapters(found: dict) -> Iterator[Effect]:
+    """Changes of LoRA."""
+    for row in found["rows"][1:]:
+        gain = row["accuracy_gain"]["mean"], row["accuracy_gain"]["half_of_95_interval"]
+        method = OF_LORA.get(row["variant"], row["variant"])
+        yield Effect(method, "LoRA", f"{TOP_LAYER}, 10,000 phrases", row["epsilon"], *gain)
+
+
 SECTIONS = {
     "Correlated noise with SGD": (correlated, ["training.json", "training_1000.json"]),
     "A query before the first step, and correlated noise": (
@@ -145,6 +154,7 @@ SECTIONS = {
     ),
     "Low-pass filters": (low_pass, ["doppler_top_layer.json", "doppler_from_scratch.json", "doppler_regimes.json"]),
     "Public subspaces": (subspaces, ["subspace_task.json"]),
+    "LoRA": (adapters, ["lora.json"]),
     "The last-iterate bound": (last_iterate, ["convergent_utility.json"]),
 }  # fmt: skip
 # results whose code was removed, because nothing was gained: the last commit that has it

@@ -197,3 +197,14 @@ def test_posts_of_stack_exchange():
             assert plain(small[f"0.1, {row['epsilon']:g}", name]) == shown, row
             checked += 1
     assert checked == len(paper) + len(small)
+
+
+def test_changes_of_lora():
+    rows, cells = load("lora")["rows"], table("## Four changes of private LoRA")
+    assert len(cells) == 3 * len(rows)
+    for row in rows:
+        assert cells[row["variant"], "rate"] == max(row["tried"], key=row["tried"].get)
+        for name, column in (("accuracy", "phrases"), ("sentences", "sentences")):
+            gain = row.get(f"{name}_gain")
+            over = f" ({signed(gain['mean'], gain['half_of_95_interval'])})" if gain else ""
+            assert cells[row["variant"], column] == f"{100 * np.mean(row[name]):.1f}{over}"
