@@ -188,10 +188,6 @@ def add_lora(model: PreTrainedModel, model_args: ModelArguments, task: str) -> A
             f"LoRA does not fit this model: {str(error).splitlines()[0]} Name layers with --lora_target_modules, e.g. "
             "query value."
         ) from error
-    if model_args.lora_freeze_a:  # Sun et al. 2024, arXiv:2403.12313
-        for name, parameter in adapted.named_parameters():
-            if ".lora_A." in name or ".lora_embedding_A." in name:
-                parameter.requires_grad_(False)
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     logger.info(f"LoRA r={model_args.lora_r}: {trained:,} trainable parameters.")
     return adapted

@@ -50,11 +50,6 @@ class ModelArguments:
     lora_target_modules: list[str] | None = flag(
         None, "Layers that get LoRA, e.g. query value; default: all linear layers but the head."
     )
-    lora_freeze_a: bool = flag(
-        False,
-        "FFA-LoRA: the first matrix of every adapter keeps its random start and the second one is "
-        "trained, so that noise on one is not multiplied by noise on the other.",
-    )
     freeze: str = flag(
         "none", "Part that is not trained: the encoder (all but the head).", choices=["none", "encoder"]
     )
@@ -219,8 +214,6 @@ def check(model_args: ModelArguments, data_args: Any, training_args: DPTrainingA
         raise DPConfigError(f"lora_r={model_args.lora_r} is negative. Use 4 to 64, or 0 to train all parameters.")
     if model_args.lora_r and model_args.freeze != "none":
         raise DPConfigError("LoRA freezes the model already. Leave --freeze encoder or --lora_r out.")
-    if model_args.lora_freeze_a and not model_args.lora_r:
-        raise DPConfigError("lora_freeze_a is for adapters, and there are none. Add --lora_r 8, or leave it out.")
     if model_args.dropout > 1 or model_args.dropout != model_args.dropout:
         raise DPConfigError(f"dropout={model_args.dropout} is not a rate. Use 0 to 1, or -1 to keep the model's own.")
     if training_args.eval_data_privacy == "private" and (data_args.non_private or training_args.do_predict):

@@ -109,7 +109,6 @@ REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     "rank": ({"lora_r": "-1"}, "lora_r=-1 is negative. Use 4 to 64"),
     "dropout": ({"dropout": "1.5"}, "dropout=1.5 is not a rate. Use 0 to 1"),
     "frozen adapters": ({"lora_r": "2", "freeze": "encoder"}, "Leave --freeze encoder or --lora_r out"),
-    "no adapters": ({"lora_freeze_a": "true"}, "Add --lora_r 8"),
     "public is private": ({"public_file": "train.tsv"}, "a file of the private run, too"),
     "public is private in other words": ({"public_file": "./train.tsv"}, "a file of the private run, too"),
     "public with nothing private": (
