@@ -4,5 +4,5 @@ Altschuler and Talwar (2022), arXiv:2205.13710, for linear heads: the paper's Fi
 bound beside the upper one. docs/reproductions.md and docs/convex.md have the results.
 
     python -m recipes.paper.convergent.figure1 --output_dir runs/convergent
-    python -m recipes.paper.convergent.lower_bound_plot --output_dir runs/convergent
+    python -m recipes.paper.convergent.lower_bound --output_dir runs/convergent
 """

@@ -16,6 +16,10 @@ the ends and grow with the distance from them; an integral is a Gauss-Legendre s
 products of matrices. `ERROR` is added to a probability that should be small, and taken from one that should be large.
 It is measured, not proven: the tests compare with closed forms and finer panels, and with grids that are proven to
 bracket the walks.
+
+    python -m recipes.paper.convergent.lower_bound --output_dir runs/convergent
+
+has both bounds of the first head of docs/convex.md, by the number of steps.
 """
 
 from __future__ import annotations
@@ -23,13 +27,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from scipy import sparse, special
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.convex.last_iterate import ProjectedSGD
+from hf_dpopt.convex.head_plan import HeadConfig, HeadPlan, make_head_plan
+from hf_dpopt.convex.last_iterate import ProjectedSGD, last_iterate_epsilon
+from recipes.paper.runs import experiment
 
 ERROR = 1e-10  # of a probability: a hundred times the largest difference to finer panels that was found
 NODES = 12  # of the polynomial on a panel
@@ -232,3 +239,30 @@ def _interpolation(v: np.ndarray, edges: np.ndarray, size: int) -> sparse.csr_ar
     values /= values.sum(axis=1, keepdims=True)
     columns = panel[:, None] * NODES + np.arange(NODES)
     return sparse.csr_array((values.ravel(), columns.ravel(), np.arange(len(v) + 1) * NODES), shape=(len(v), size))
+
+
+# --- a head ----------------------------------------------------------------------------------------------------------
+
+NUM_EXAMPLES, NUM_LENGTHS = 67_349, 13
+HEAD: dict[str, Any] = {
+    "expected_batch_size": 1024, "num_steps": 100_000, "target_epsilon": 2.0, "head_radius": 10.0, "feature_norm": 1.0,
+    "l2": 0.001,
+}  # fmt: skip
+
+
+def head_bounds(plan: HeadPlan) -> dict[str, Any]:
+    """Both bounds on epsilon of the final weights after 10 steps to those of a plan without decay, with its noise."""
+    steps = [int(t) for t in np.unique(np.geomspace(10, plan.sgd.num_steps, NUM_LENGTHS).round())]
+    upper = [last_iterate_epsilon(dataclasses.replace(plan.sgd, num_steps=t), plan.delta).epsilon for t in steps]
+    lower = last_iterate_lower_epsilons(plan.sgd, steps, plan.delta)
+    return {"free_after": plan.free_steps(), "delta": plan.delta, "steps": steps, "upper": upper, "lower": lower}
+
+
+def compute(given: Any = None) -> dict[str, Any]:
+    return head_bounds(make_head_plan(HeadConfig(**HEAD), num_examples=NUM_EXAMPLES))
+
+
+main = experiment("head", compute)
+
+if __name__ == "__main__":
+    main()
