@@ -123,6 +123,27 @@ QUESTIONS = Way(
     ),
 )
 MASKED = Way("another objective: `run_mlm.py --line_by_line`", ("--line_by_line",), instead="run_mlm")
+RECONSTRUCTED = Way(
+    "the loss of each image: `per_example_loss_func`, seven lines",
+    edits=(
+        (
+            "def collate_fn(examples):",
+            """def reconstruction(outputs, labels, inputs):
+    pixels, masked = inputs["pixel_values"], inputs["bool_masked_pos"]
+    errors = (pixels - outputs.reconstruction).abs()
+    side, patch = int(masked.shape[1] ** 0.5), pixels.shape[-1] // int(masked.shape[1] ** 0.5)
+    mask = masked.reshape(-1, 1, side, side).repeat_interleave(patch, 2).repeat_interleave(patch, 3)
+    return (errors * mask).sum(dim=(1, 2, 3)) / (mask.sum(dim=(1, 2, 3)) + 1e-5) / pixels.shape[1]
+
+
+def collate_fn(examples):""",
+        ),
+        (
+            "        data_collator=collate_fn,",
+            "        data_collator=collate_fn,\n        per_example_loss_func=reconstruction,",
+        ),
+    ),
+)
 CHOSEN = Way("learn the chosen answers: `sft.py`", instead="sft")
 TRL = ("--bf16", "False", "--gradient_checkpointing", "False")
 
@@ -175,6 +196,11 @@ CASES: dict[str, Case] = {
         "tokens in the first dimension", (MASKED,), note="this copy misspells `processing_class=`, which was put right",
         repairs=(("processing_classtokenizer=", "processing_class="),),
     ),
+    "run_fim": Case(
+        "fill in the middle", "language-modeling/run_fim.py", (*_files("wiki", "txt"), *_model("gpt2"), "--block_size", "32"),
+        "look like blocks", (BLOCK,), note="this copy takes a layer for its weights, which was put right",
+        repairs=(("original_embeddings = model.get_input_embeddings()", "original_embeddings = model.get_input_embeddings().weight"),),
+    ),
     "run_seq2seq_qa": Case(
         "question answering, generated", "question-answering/run_seq2seq_qa.py",
         (*_files("squad", "json"), *_model("t5"), "--max_seq_length", "60"),
@@ -184,6 +210,12 @@ CASES: dict[str, Case] = {
         "image classification", "image-classification/run_image_classification.py",
         ("--train_dir", "images", *_model("vit"), "--do_train", "--remove_unused_columns", "False",
          "--label_column_name", "label"),
+    ),
+    "run_mim": Case(
+        "masked image modelling", "image-pretraining/run_mim.py",
+        ("--dataset_name", "images", *_model("vit"), "--do_train", "--remove_unused_columns", "False", "--image_size", "16",
+         "--patch_size", "8", "--encoder_stride", "8", "--mask_patch_size", "8", "--image_column_name", "image"),
+        "No per-record loss is known", (RECONSTRUCTED,),
     ),
     "run_xnli": Case(
         "text classification", "text-classification/run_xnli.py",

@@ -36,7 +36,7 @@ import torch
 
 
 class _Resized:
-    def __init__(self, size, *args):
+    def __init__(self, size, *args, **options):
         self.size = (size, size) if isinstance(size, int) else tuple(size)
 
     def __call__(self, image):
