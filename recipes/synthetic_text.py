@@ -119,7 +119,7 @@ def embed(texts: Sequence[str], encoder: str, *, batch_size: int = 64, max_lengt
 
 def find_clusters(public_NE: np.ndarray, num_clusters: int, seed: int) -> np.ndarray:
     """Centres of clusters of public embeddings, (K, E); no private record has a part in them."""
-    made = KMeans(min(num_clusters, len(public_NE)), n_init=1, random_state=seed).fit(public_NE)
+    made = KMeans(num_clusters, n_init=1, random_state=seed).fit(public_NE)
     return made.cluster_centers_.astype(np.float32)
 
 

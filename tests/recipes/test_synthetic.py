@@ -81,7 +81,10 @@ def test_exact_comparisons_with_records_stay_private(folder, capsys):
     assert synthetic.run(words()) == 0
     [private] = Path("keys").glob("work/*/evaluation.json")
     exact = json.loads(private.read_text())
-    assert private.stat().st_mode & 0o077 == 0 and {"accuracy_of_real", "copies_of_whole_records"} <= exact.keys()
+    assert (
+        private.stat().st_mode & 0o077 == 0
+        and {"accuracy_of_real", "copies_of_whole_records"} <= exact.keys()
+    )
     published = "".join(p.read_text(errors="replace") for p in Path("out").rglob("*") if p.suffix in (".json", ".md"))
     printed = capsys.readouterr().out
     assert not [name for name in exact for text in (published, printed) if name.replace("_", " ") in text]
@@ -178,6 +181,78 @@ def test_a_first_word_is_the_file_and_no_word_the_embedded_job(folder):
     assert args.train_file == "data.csv" and not is_embedded
     _, training, _, is_embedded = synthetic.parse(["--use_cpu", "true"])
     assert is_embedded and training.target_epsilon == 8.0
+
+
+def _rows(name: str, **column: list) -> str:
+    """The training rows with a column changed or added."""
+    rows = [json.loads(line) for line in Path("train.jsonl").open()]
+    for key, values in column.items():
+        rows = [row | {key: values[i % len(values)]} for i, row in enumerate(rows)]
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return name
+
+
+def _without(folder: str, file: str) -> str:
+    Path(folder, file).unlink()
+    return folder
+
+
+def _written(name: str, content: str) -> str:
+    Path(name).write_text(content)
+    Path(name).chmod(0o600)
+    return name
+
+
+def _small() -> str:
+    save_gpt2(Path("small"), n_positions=48)
+    return "small"
+
+
+CODES = "50"  # tokens: the longest control codes have 45
+USERS = {"privacy_unit": "user", "user_id_column": "person", "expected_batch_size": "8"}
+BAD = {  # what is wrong -> how to make it, part of the message
+    "codes longer than max_length": (lambda: {"max_length": "20"}, "max_length=20: DPSFTTrainer made 0 "),
+    "no room for a text": (lambda: {"max_length": CODES}, f"max_length={CODES}: control codes and a text of 5 words"),
+    "no room in the model": (lambda: {"model_name_or_path": _small()}, "max_length=48: control"),
+    "records longer than the model": (
+        lambda: {"max_length": "400", "train_file": _rows("long.jsonl", text=[f"{text(3)} " * 60, text(1)])},
+        "max_length=400: the model takes 192 tokens",
+    ),
+    "no weights": (lambda: {"model_name_or_path": _without("model", "model.safetensors")}, "model.safetensors"),
+    "no tokenizer": (lambda: {"model_name_or_path": _without("model", "tokenizer.json")}, "its tokenizer has no"),
+    "no encoder": (lambda: {"encoder_name_or_path": _without("encoder", "model.safetensors")}, "'encoder' cannot be"),
+    "more clusters than texts": (lambda: {"num_clusters": "65"}, "num_clusters=65: there are 64 public texts"),
+    "no public text": (lambda: {"public_file": _written("blank.txt", "x\n")}, "there are 1 public texts"),
+    "missing user": (lambda: USERS | {"train_file": _rows("u.jsonl", person=[None, *"abcdefghi"])}, "'person'"),
+    "users in a column that is read": (
+        lambda: USERS | {"user_id_column": "prompt", "train_file": _rows("u.jsonl", prompt=["a", "b"])},
+        "user_id_column=prompt: the model reads",
+    ),
+    "output is a file": (lambda: {"output_dir": _written("file", "x")}, "file"),
+    "private folder is a file": (lambda: {"private_state_dir": _written("keys", "x")}, "keys"),
+    "packing": (lambda: {"packing": "true"}, "packing"),
+    "layers that there are not": (lambda: {"lora_target_modules": "nothing"}, "nothing"),
+    "no plan with the counts": (lambda: {"sampling": "balls_in_bins"}, "sampling=balls_in_bins: has no common"),
+    "nothing left to train with": (lambda: {"histogram_share": "0.95"}, "histogram_share=0.95: must be above 0"),
+    "no checkpoint": (lambda: {"resume_from_checkpoint": "nothere"}, "resume_from_checkpoint=nothere: there is no"),
+    "tuning": (lambda: {"tuned_runs": "5"}, "tuned_runs=5: is not supported in two parts"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_end_well_is_refused_before_anything_is_charged(folder, capsys, name):
+    made, says = BAD[name]
+    assert synthetic.run(words(**made())) == 2
+    last = capsys.readouterr().err.rstrip().splitlines()[-1]  # progress of loading comes before it
+    assert last.startswith("error: ") and says in last
+    assert not list(Path().rglob("ledger*")) and not list(Path().glob("keys/*/*"))
+
+
+@pytest.mark.parametrize("changes", [{"sampling": "fixed_order"}, {"adjacency": "replace_one"}])
+def test_counts_are_of_the_promise_of_the_training(folder, capsys, changes):
+    assert synthetic.run(words(**changes)) == 0, capsys.readouterr().err
+    adjacencies = [read_report(path).plan["adjacency"] for path in (Path("out"), Path("out") / FOLDER)]
+    assert adjacencies[0] == adjacencies[1]
 
 
 # --- the parts -------------------------------------------------------------------------------------------------------
