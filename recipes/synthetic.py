@@ -58,7 +58,7 @@ from hf_dpopt.run.keys import private_folder
 from recipes import options, running, sft
 from recipes.embedded.corpus import read_corpus
 from recipes.histogram import release_counts
-from recipes.synthetic_scores import accuracy, distance, private_scores, public_scores
+from recipes.synthetic_scores import accuracy, distance, mauve, private_scores, public_scores
 from recipes.synthetic_text import (
     LENGTHS,
     TOKENS_PER_WORD,
@@ -179,10 +179,13 @@ def main(argv: list[str]) -> None:
     held_out = [] if test is None else [" ".join(str(text).split()) for text in test.columns[args.text_column]]
     scores |= public_scores(rows.texts, held_out)
     exact, test_embeddings = {}, embed(held_out, encoder) if held_out else embeddings[:0]
-    if test is not None and controls.names:
+    if test is not None:
+        scores["mauve"] = mauve(embeddings, test_embeddings, training_args.seed)
+        exact["mauve_of_real"] = mauve(train_embeddings[: len(kept)], test_embeddings, training_args.seed)
         wanted = controls.cells(test)
-        scores["accuracy_of_synthetic"] = accuracy(embeddings, rows.cells.tolist(), test_embeddings, wanted)
-        exact["accuracy_of_real"] = accuracy(train_embeddings, cells["controls"], test_embeddings, wanted)
+        if controls.names:
+            scores["accuracy_of_synthetic"] = accuracy(embeddings, rows.cells.tolist(), test_embeddings, wanted)
+            exact["accuracy_of_real"] = accuracy(train_embeddings, cells["controls"], test_embeddings, wanted)
     exact |= private_scores(rows.texts, texts, embeddings, train_embeddings, test_embeddings)
     privacy = running.privacy_line(trainer)
     written = write_dataset(args, training_args, controls, rows, card_of(args, model_args, rows, scores, privacy))

@@ -10,6 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.integrate import trapezoid
+from scipy.special import rel_entr
+from sklearn.cluster import KMeans
+from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression
 
 COPIED_WORDS = 8  # a run of so many words that a training record has, too
@@ -38,6 +42,29 @@ def distance(first: Counter, second: Counter) -> float:
     """Total variation between two frequencies, 0 to 1."""
     a, b = max(1, first.total()), max(1, second.total())
     return sum(abs(first[key] / a - second[key] / b) for key in first.keys() | second.keys()) / 2
+
+
+def mauve(synthetic_NE: np.ndarray, real_ME: np.ndarray, seed: int) -> float:
+    """MAUVE of two samples of embeddings, 0 to 1; near 1 where neither has clusters that the other lacks.
+
+    Its size depends on the encoder and on the number of rows: compare values of the same encoder and sizes alone.
+
+    References:
+        Pillutla et al. (2021), arXiv:2102.01454; the constants are those of the package mauve-text.
+    """
+    num = max(2, round(min(len(synthetic_NE), len(real_ME)) / 10))
+    reduced = PCA(0.9, svd_solver="full").fit_transform(np.concatenate([real_ME, synthetic_NE]))
+    clusters = KMeans(num, n_init=5, random_state=seed).fit_predict(reduced)
+    return frontier_area(*(np.bincount(some, minlength=num) for some in np.split(clusters, [len(real_ME)])))
+
+
+def frontier_area(first: np.ndarray, second: np.ndarray, scale: float = 5.0, num_points: int = 25) -> float:
+    """Area under ``exp(-scale * KL)`` of two histograms from their mixtures, 0 to 1."""
+    p, q = first / first.sum(), second / second.sum()
+    weights = np.linspace(1e-6, 1 - 1e-6, num_points)[:, None]
+    mixtures = weights * p + (1 - weights) * q
+    of_p, of_q = (np.exp(-scale * rel_entr(part, mixtures).sum(1)) for part in (p, q))
+    return float(trapezoid([1.0, *of_p[::-1], 0.0], [0.0, *of_q[::-1], 1.0]))
 
 
 def public_scores(texts: Sequence[str], held_out: Sequence[str]) -> dict[str, float]:

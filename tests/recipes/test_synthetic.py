@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,15 @@ from hf_dpopt.report.report import read_report
 from hf_dpopt.verify import FAILED, verify
 from recipes import synthetic
 from recipes.histogram import FOLDER
-from recipes.synthetic_scores import distance, distinct, ngrams, private_scores, public_scores
+from recipes.synthetic_scores import (
+    distance,
+    distinct,
+    frontier_area,
+    mauve,
+    ngrams,
+    private_scores,
+    public_scores,
+)
 from recipes.synthetic_text import LENGTHS, Controls, Rows, finished, interval, length_cell, resample
 from recipes.tables import Table
 from tests.recipes.conftest import save_gpt2, save_roberta
@@ -74,6 +83,7 @@ def test_one_command_writes_rows_card_statement_and_scores(folder, capsys):
     for path in (Path("out"), Path("out") / FOLDER):
         assert not [check for check in verify(path).checks if check.status == FAILED]
     scores = json.loads(Path("out/evaluation.json").read_text())
+    assert 0 <= scores["mauve"] <= 1
     assert 0 <= scores["accuracy_of_synthetic"] <= 100 and f"{scores['accuracy_of_synthetic']:.1f} %" in printed
 
 
@@ -83,7 +93,7 @@ def test_exact_comparisons_with_records_stay_private(folder, capsys):
     exact = json.loads(private.read_text())
     assert (
         private.stat().st_mode & 0o077 == 0
-        and {"accuracy_of_real", "copies_of_whole_records"} <= exact.keys()
+        and {"accuracy_of_real", "mauve_of_real", "copies_of_whole_records"} <= exact.keys()
     )
     published = "".join(p.read_text(errors="replace") for p in Path("out").rglob("*") if p.suffix in (".json", ".md"))
     printed = capsys.readouterr().out
@@ -314,3 +324,26 @@ def test_scores():
     assert found["copies_of_whole_records"] == pytest.approx(1 / 3)
     assert found["share_with_8_words_of_a_record"] == pytest.approx(1 / 3)
     assert found["nearest_training_record"] == 1.0
+
+
+def test_mauve_of_two_clusters():
+    """Disjoint histograms: the curve is ((1 - w)^5, w^5), with the area (5!)^2 / 10!; equal ones: a square."""
+    assert frontier_area(np.array([3, 0]), np.array([0, 9]), num_points=20_001) == pytest.approx(
+        math.factorial(5) ** 2 / math.factorial(10), rel=1e-5
+    )
+    assert frontier_area(np.array([1, 3]), np.array([2, 6])) == pytest.approx(1)
+    near, far = np.eye(8, dtype=np.float32)[:2]
+    rng = np.random.default_rng(0)
+    both = [(centre + rng.normal(scale=0.01, size=(10, 8))).astype(np.float32) for centre in (near, far)]
+    assert mauve(both[0], both[1], 0) == pytest.approx(frontier_area(np.array([1, 0]), np.array([0, 1])))
+    mixed = np.concatenate([both[0][:5], both[1][:5]])
+    assert mauve(mixed, mixed, 0) == pytest.approx(1)
+    assert 0.01 < mauve(mixed, both[0], 0) < 0.9
+
+
+def test_the_frontier_is_that_of_the_authors_package():
+    """Values that mauve-text 0.4.0 has for the same histograms."""
+    found = [
+        frontier_area(np.array(p), np.array(q)) for p, q in (((1, 2, 3, 4), (4, 3, 2, 1)), ((5, 5, 0), (1, 4, 5)))
+    ]
+    assert found == pytest.approx([0.6538536633533254, 0.2156108668140393], rel=1e-9)
