@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
@@ -186,13 +187,13 @@ class KeptState:
             setattr(self._model, SPOILT, left[0])
         return names
 
-    def content_of_trained(self) -> dict[str, int]:
+    def content_of_trained(self) -> dict[str, list[int]]:
         """Checksums of the parameters that `in_step` watches, which also writes through `.data` change."""
         named = {n: p for n, p in self._model.named_parameters() if n in self._marks}
         sums = [_checksum(p) for p in named.values()]
         return dict(zip(named, torch.stack(sums).tolist(), strict=True)) if sums else {}
 
-    def check_trained(self, before: dict[str, int]) -> None:
+    def check_trained(self, before: dict[str, list[int]]) -> None:
         """Refuse a model in which a forward wrote to a trained parameter.
 
         Args:
@@ -284,14 +285,21 @@ def _added(model: nn.Module, *, only_extra: bool = False) -> dict[str, bytes]:
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum of the words of a tensor, each times an odd number of its place, int64: it changes with any one word."""
+    """Sums of the words of a tensor and of their upper halves, each times an odd number of its place, int64, (2,).
+
+    Any one word changes the first; signs that are flipped could cancel there, and change the second.
+    """
     words = _bytes(tensor)
-    is_aligned = words.numel() % 4 == 0 and words.storage_offset() % 4 == 0
-    words = words.view(torch.int32) if is_aligned else words.int()
-    most = CACHED_WORDS if words.device.type == "cpu" else WORDS
-    odd = 2 * torch.arange(min(most, words.numel()), dtype=torch.int32, device=words.device) + 1
-    blocks = enumerate(words.split(most))
-    return torch.stack([(block * odd[: len(block)]).sum() * (2 * i + 1) for i, block in blocks]).sum()
+    is_aligned = words.numel() % 8 == 0 and words.storage_offset() % 8 == 0
+    words = (words if is_aligned else F.pad(words, (0, -words.numel() % 8))).view(torch.int64)
+    is_cpu = words.device.type == "cpu"
+    most = CACHED_WORDS if is_cpu else WORDS
+    odd, sums = 2 * torch.arange(min(most, words.numel()), device=words.device) + 1, []
+    for i, block in enumerate(words.split(most)):
+        places = odd[: len(block)]
+        for values in (block, block >> 32):  # in one pass; accelerators have no such product of integers
+            sums.append((torch.dot(values, places) if is_cpu else (values * places).sum()) * (2 * i + 1))
+    return torch.stack(sums).view(-1, 2).sum(0)
 
 
 def _with_extra(model: nn.Module) -> list[tuple[str, nn.Module]]:
