@@ -149,7 +149,7 @@ class Capture:
         covered = {name for site in self.sites for name in site.parameter_names.values()}
         users: dict[str, dict[str, str]] = {}
         for name in (n for n in self.parameters if n not in covered):
-            path = name.rpartition(".")[0]
+            path = name.rpartition(".")[0].partition(".parametrizations.")[0]  # a layer with weight norm is one
             while path and not _has_forward(model.get_submodule(path)):  # a list or dict of parameters
                 path = path.rpartition(".")[0]
             users.setdefault(path, {})[name.removeprefix(f"{path}.")] = name

@@ -102,6 +102,14 @@ def test_branches_that_depend_on_the_record(engine, ignores_input, skipped):
     assert reference.relative_error(got, want) < 1e-9
 
 
+def test_a_layer_with_weight_norm_runs_as_one():
+    """Its weight is made of two tensors by a module below it, which sees no record."""
+    model, batch = _model(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))), _batch([3.0, 5.0, -2.0])
+    assert {"layer.bias", "layer.parametrizations.weight.original0"} < dict(model.named_parameters()).keys()
+    got = clipped_gradient_sum(model, batch, clipping_norm=0.7, loss=_loss)
+    assert reference.relative_error(got, _by_hand(model, batch, 0.7)) < 1e-9
+
+
 @pytest.mark.parametrize("when", ["forward_pre", "forward", "full_backward_pre"])
 def test_hooks_of_a_layer_without_a_rule_act_once(when):
     model, batch = _model(Scaled()), _batch([3.0, 5.0, -2.0])
