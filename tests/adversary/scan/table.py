@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def section(found: dict[str, Any]) -> str:
     }
     parts = [
         "\n## Every model class of transformers\n",
-        f"Written by `{found['command']}` ({found['date']}, transformers {found['versions']['transformers']}, torch "
+        f"Written by `{found['command']}` ({_dates(rows)}; transformers {found['versions']['transformers']}, torch "
         f"{found['versions']['torch']}) from `docs/scan.json`, which holds a row for "
         f"each of the {len(rows)} classes "
         "behind an `AutoModelFor*` whose forward takes labels. Each is made tiny (random weights, dropout 0), given four "
@@ -76,8 +76,7 @@ def section(found: dict[str, Any]) -> str:
         "then one without each. *Exact*: in float64 no record moved the clipped sum by more than a clipping norm "
         "(1 + 1e-5), with every record clipped. Classes that see and read were given text alone where that is enough; "
         "heads of pictures, sounds and choices a cross entropy as `per_example_loss_func`. A row says so, and whether "
-        "float32 was needed (models that round to it inside). Where the tables above differ, they are newer: parameters "
-        "that a module with children uses itself, such as class tokens, are trained since 2026-11-26.\n",
+        "float32 was needed (models that round to it inside).\n",
         _counts(counts),
         _names("Exact, full finetuning", by_verdict[EXACT]),
         _names("Exact with LoRA; full finetuning is refused", by_verdict["LoRA"]),
@@ -89,6 +88,12 @@ def section(found: dict[str, Any]) -> str:
         _reasons("Not runnable here", by_verdict[NOT_RUNNABLE]),
     ]
     return "\n".join(part for part in parts if part)
+
+
+def _dates(rows: dict[str, Any]) -> str:
+    """How many rows were measured on which day."""
+    found = Counter(row["date"] for row in rows.values())
+    return ", ".join(f"{num} rows of {date}" for date, num in sorted(found.items()))
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -36,7 +36,7 @@ def scan(only: list[str] | None, is_new: bool, command: str) -> None:
     os.environ.setdefault("HF_DPOPT_PRIVATE_DIR", tempfile.mkdtemp(prefix="hf_dpopt_scan_"))
     _warm_up()
     found: dict[str, Any] = {"rows": {}, "without_labels": []} if is_new else table.read()
-    found = {"command": command, "date": str(datetime.date.today()), "versions": versions(), **_body(found)}
+    found = {"command": command, "versions": versions(), **_body(found)}
     start, todo = time.monotonic(), _chosen(only, found)
     for num, model in enumerate(todo, 1):
         row = _measured(model)
@@ -45,7 +45,7 @@ def scan(only: list[str] | None, is_new: bool, command: str) -> None:
             found["rows"].pop(model.name, None)
             found["without_labels"] = sorted({*found["without_labels"], model.name})
         else:
-            found["rows"][model.name] = row
+            found["rows"][model.name] = row | {"date": str(datetime.date.today())}
             told = row["verdict"] + (f", LoRA {row['lora']['verdict']}" if "lora" in row else "")
             print(
                 f"{num}/{len(todo)} {time.monotonic() - start:.0f} s {model.name}: {told} {row.get('reason', '')}",
