@@ -120,7 +120,7 @@ def generation_metrics(predictions: Sequence[str], references: Sequence[Sequence
     }
 
 
-def nist(predictions: Sequence[str], references: Sequence[Sequence[str]], max_n: int = 5) -> float:
+def nist(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     """NIST-5 as mteval-v13a computes it, on sacrebleu's 13a tokens; case counts.
 
     Not from a package: `nltk.translate.nist_score` matches an n-gram against the best single reference, where mteval,
@@ -136,7 +136,7 @@ def nist(predictions: Sequence[str], references: Sequence[Sequence[str]], max_n:
     groups = [[tokenize(reference).split() for reference in group] for group in references]
     counts = Counter({(): sum(len(reference) for group in groups for reference in group)})
     score = 0.0
-    for n in range(1, max_n + 1):
+    for n in range(1, 6):
         found = [_ngrams(text, n) for text in texts]
         own = [[_ngrams(reference, n) for reference in group] for group in groups]
         counts.update(ngram for group in own for reference in group for ngram in reference.elements())

@@ -14,7 +14,6 @@ import torch
 from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.types import ClippedSums, Released
-from hf_dpopt.noise import NoiseMechanism
 from hf_dpopt.noise.mechanism import MechanismLevel
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess import Postprocess
@@ -50,7 +49,6 @@ class PrivateSteps:
         keys: of the sampling and of the noise; 32 bytes each.
         start: makes the preconditioner of the run from the level of its noise; None for none.
         sensitivity: of the sums; None for the plan's.
-        mechanism: None for the plan's.
 
     Attributes:
         before: mean of the latest step before its noise; secret, unless the data are public.
@@ -67,17 +65,15 @@ class PrivateSteps:
         keys: tuple[bytes, bytes],
         start: Callable[[MechanismLevel], Any] | None = None,
         sensitivity: float | None = None,
-        mechanism: NoiseMechanism | None = None,
     ):
         self._plan, self._clipped_sums, (self._sampling_key, noise_key) = plan, clipped_sums, keys
-        mechanism = plan.mechanism if mechanism is None else mechanism
         sensitivity = plan.sensitivity if sensitivity is None else sensitivity
-        self._noise = mechanism.stream(ChaCha20Gaussian(noise_key), sensitivity, first_step=1)
+        self._noise = plan.mechanism.stream(ChaCha20Gaussian(noise_key), sensitivity, first_step=1)
         self._batch, self.steps_done = plan.config.expected_batch_size, 0
         self.before, self.released = ClippedSums({}), Released({})
         self.stddev = self._noise.draw_stddev / self._batch
         self.level = MechanismLevel(
-            mechanism, stddev=self.stddev, num_steps=plan.num_steps, steps_done=lambda: self.steps_done
+            plan.mechanism, stddev=self.stddev, num_steps=plan.num_steps, steps_done=lambda: self.steps_done
         )
         self.preconditioner = Identity().start() if start is None else start(self.level)
 

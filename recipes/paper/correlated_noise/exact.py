@@ -17,10 +17,10 @@ from scipy.optimize import minimize_scalar
 from scipy.special import ellipk
 
 
-def quadrature(slowest: float, num_panels: int = 64, order: int = 10) -> tuple[np.ndarray, np.ndarray]:
+def quadrature(slowest: float) -> tuple[np.ndarray, np.ndarray]:
     """Nodes in (0, pi] and weights of a mean over the circle, for even functions that are flat below `slowest`."""
-    edges = np.linspace(np.log(1e-4 * slowest), np.log(np.pi), num_panels + 1)
-    nodes, weights = np.polynomial.legendre.leggauss(order)
+    edges = np.linspace(np.log(1e-4 * slowest), np.log(np.pi), 65)
+    nodes, weights = np.polynomial.legendre.leggauss(10)
     half = np.diff(edges)[:, None] / 2
     omega = np.exp(edges[:-1, None] + half * (nodes + 1)).ravel()
     weights = (half * weights).ravel() * omega
@@ -110,10 +110,10 @@ def regression_sgd(eigenvalues: np.ndarray, eta: float, **options: bool) -> floa
     return excess_loss(noise_gains_sgd(eigenvalues, eta), eigenvalues, eta, **options)
 
 
-def regression_nu(eigenvalues: np.ndarray, eta: float, nu: float | None = None, **options: bool) -> float:
-    """nu-DP-FTRL; with the paper's ``nu = eta lambda_min`` unless another is given."""
-    nu = eta * float(eigenvalues.min()) if nu is None else nu
-    return excess_loss(noise_gains_nu(eigenvalues, eta, nu), eigenvalues, eta, **options)
+def regression_nu(eigenvalues: np.ndarray, eta: float, **options: bool) -> float:
+    """nu-DP-FTRL with the paper's ``nu = eta lambda_min``."""
+    gains = noise_gains_nu(eigenvalues, eta, eta * float(eigenvalues.min()))
+    return excess_loss(gains, eigenvalues, eta, **options)
 
 
 def regression_best(eigenvalues: np.ndarray, eta: float, **options: bool) -> float:

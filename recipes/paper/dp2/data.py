@@ -19,6 +19,7 @@ from scipy.sparse import csr_matrix
 from torch import nn
 
 NUM_WORDS = 10_000
+NUM_TUNING = 750  # records of the test file that choose hyper-parameters
 NUM_PUBLIC = 250  # labelled; 1 % of the paper's training set, which is what its public-data baselines get
 
 
@@ -81,11 +82,11 @@ def tokens(text: str) -> list[str]:
     return re.findall(r"[a-z0-9']+", text.lower())
 
 
-def vocabulary(passages: Iterable[str], size: int = NUM_WORDS) -> dict[str, int]:
+def vocabulary(passages: Iterable[str]) -> dict[str, int]:
     """The most frequent words; of equals, the one that comes first in the alphabet."""
     counts = collections.Counter(word for text in passages for word in tokens(text))
     ranked = sorted(counts, key=lambda word: (-counts[word], word))
-    return {word: i for i, word in enumerate(ranked[:size])}
+    return {word: i for i, word in enumerate(ranked[:NUM_WORDS])}
 
 
 def bags(
@@ -112,14 +113,13 @@ def bags(
     return Records(torch.from_numpy(counts_NW), torch.tensor(divisors, dtype=torch.float32), torch.tensor(labels))
 
 
-def imdb(folder: Path, *, features: str = "frequencies", bias: bool = True, num_tuning: int = 750) -> Task:
+def imdb(folder: Path, *, features: str = "frequencies", bias: bool = True) -> Task:
     """Film reviews. The words are the most frequent ones of the unlabelled reviews, which count as public.
 
     Args:
         folder: holds train.jsonl.gz, test.jsonl.gz (text, label; in random order) and unsup.jsonl.gz (text).
         features: "frequencies", as the authors make them (the code of arXiv:2202.05963), or "presence".
         bias: whether the model has one, as theirs.
-        num_tuning: records of the test file that choose hyper-parameters.
     """
 
     def rows(split: str) -> list[dict]:
@@ -134,5 +134,5 @@ def imdb(folder: Path, *, features: str = "frequencies", bias: bool = True, num_
         return bags((row["text"] for row in found), labels, numbers.get, len(numbers), features)
 
     name = f"imdb, {features}" + ("" if bias else ", no bias")
-    held_out, last = records("test"), NUM_PUBLIC + num_tuning
+    held_out, last = records("test"), NUM_PUBLIC + NUM_TUNING
     return Task(name, records("train"), held_out[:NUM_PUBLIC], held_out[NUM_PUBLIC:last], held_out[last:], bias)

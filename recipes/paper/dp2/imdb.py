@@ -43,10 +43,10 @@ RATES = [1.0, 3.0, 10.0]  # of the adaptive phase
 DP2 = {"rate": [0.1], "rate_adaptive": RATES, "clip": [0.5], "clip_adaptive": [5.0]}
 
 
-def dp2(name: str, second_moment: str = "rmsprop", *, delay: int = DELAY, grids: Any = None, **options: Any) -> Method:
+def dp2(name: str, second_moment: str = "rmsprop", *, grids: Any = None, **options: Any) -> Method:
     """A delayed preconditioner under plain SGD, as in the paper."""
     grids = [DP2 | {"eps": [1e-7]}] if grids is None else grids
-    return Method(name, grids, preconditioner=f"dp2_{second_moment}", options={"delay": delay, **options})
+    return Method(name, grids, preconditioner=f"dp2_{second_moment}", options={"delay": DELAY, **options})
 
 
 DP_SGD = Method("DP-SGD", [{"rate": [1.5, 5.0, 15.0], "clip": [0.5]}, {"rate": [5.0, 15.0, 50.0], "clip": [0.1]}])
