@@ -95,6 +95,9 @@ def interval(cell: int) -> str:
 def embed(texts: Sequence[str], encoder: str, *, batch_size: int = 64, max_length: int = 128) -> np.ndarray:
     """Embed texts by the mean of the encoder's last states, of length 1; float32, (N, E).
 
+    The embedding of a text depends on that text alone, whatever the encoder does with padding: each is padded to the
+    next multiple of 16 of its own tokens, and each forward has as many rows.
+
     Raises:
         DPConfigError: if the encoder cannot be loaded.
     """
@@ -102,31 +105,39 @@ def embed(texts: Sequence[str], encoder: str, *, batch_size: int = 64, max_lengt
     tokenizer = hub.load(f"The tokenizer of {encoder!r}", AutoTokenizer.from_pretrained, encoder, fix=fix)
     model = hub.load(f"The encoder {encoder!r}", AutoModel.from_pretrained, encoder, fix=fix).float().eval()
     most = min(max_length, tokenizer.model_max_length)
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # like lengths together: less padding
     found = np.zeros((len(texts), model.config.hidden_size), np.float32)
-    for start in range(0, len(order), batch_size):
-        some = order[start : start + batch_size]
-        batch = tokenizer(
-            [texts[i] for i in some], return_tensors="pt", padding=True, truncation=True, max_length=most
-        )
-        with torch.no_grad():
-            states_BTE = model(**batch).last_hidden_state
-        mask_BT1 = batch["attention_mask"].unsqueeze(-1).float()
-        means_BE = (states_BTE * mask_BT1).sum(1) / mask_BT1.sum(1).clamp(min=1)
-        found[some] = torch.nn.functional.normalize(means_BE, dim=1).numpy()
+    by_width: dict[int, list[int]] = {}
+    for i, ids in enumerate(tokenizer(list(texts), truncation=True, max_length=most)["input_ids"]):
+        by_width.setdefault(min(-(-len(ids) // 16) * 16, most), []).append(i)
+    for width, places in by_width.items():
+        for start in range(0, len(places), batch_size):
+            some = places[start : start + batch_size]
+            filled = [*some, *[some[-1]] * (batch_size - len(some))]
+            batch = tokenizer(
+                [texts[i] for i in filled],
+                return_tensors="pt",
+                padding="max_length",
+                truncation=True,
+                max_length=width,
+            )
+            with torch.no_grad():
+                states_BTE = model(**batch).last_hidden_state
+            mask_BT1 = batch["attention_mask"].unsqueeze(-1).float()
+            means_BE = (states_BTE * mask_BT1).sum(1) / mask_BT1.sum(1).clamp(min=1)
+            found[some] = torch.nn.functional.normalize(means_BE, dim=1).numpy()[: len(some)]
     return found
 
 
 def find_clusters(public_NE: np.ndarray, num_clusters: int, seed: int) -> np.ndarray:
-    """Centres of clusters of public embeddings, (K, E); no private record has a part in them."""
+    """Different centres of clusters of public embeddings, (K, E); no private record has a part in them."""
     made = KMeans(num_clusters, n_init=1, random_state=seed).fit(public_NE)
-    return made.cluster_centers_.astype(np.float32)
+    return np.unique(made.cluster_centers_.astype(np.float32), axis=0)  # between equal ones last digits would choose
 
 
 def nearest(embeddings_NE: np.ndarray, centres_KE: np.ndarray) -> np.ndarray:
     """The nearest centre of each embedding, (N,)."""
-    squares_NK = (centres_KE**2).sum(1) - 2 * embeddings_NE @ centres_KE.T
-    return squares_NK.argmin(1)
+    centres_KE = centres_KE.astype(np.float64)  # the last digits of a product of matrices depend on the other rows
+    return ((centres_KE**2).sum(1) - 2 * embeddings_NE.astype(np.float64) @ centres_KE.T).argmin(1)
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import RobertaModel
+from sklearn.exceptions import ConvergenceWarning
+from transformers import AutoTokenizer, RobertaModel
 
 pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test]'")
 
@@ -27,7 +28,17 @@ from recipes.synthetic_scores import (
     private_scores,
     public_scores,
 )
-from recipes.synthetic_text import LENGTHS, Controls, Rows, finished, interval, length_cell, resample
+from recipes.synthetic_text import (
+    LENGTHS,
+    Controls,
+    Rows,
+    embed,
+    find_clusters,
+    finished,
+    interval,
+    length_cell,
+    resample,
+)
 from recipes.tables import Table
 from tests.recipes.conftest import save_gpt2, save_roberta
 
@@ -99,6 +110,23 @@ def test_exact_comparisons_with_records_stay_private(folder, capsys):
     printed = capsys.readouterr().out
     assert not [name for name in exact for text in (published, printed) if name.replace("_", " ") in text]
     assert not [name for name in exact if name in published or name in printed]
+
+
+def test_a_record_moves_no_cell_of_another(folder):
+    """Whatever the encoder does with padding: one that pads on the left counts positions from the first column."""
+    save_gpt2(Path("left"), n_positions=192, initializer_range=0.3)
+    tokenizer = AutoTokenizer.from_pretrained("left", padding_side="left")
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained("left")
+    texts = [text(i) for i in range(70)]
+    alone, beside = embed(texts, "left"), embed([*texts, " ".join(WORDS * 3)], "left")
+    assert np.array_equal(alone, beside[: len(texts)])
+
+
+def test_between_equal_centres_no_last_digit_chooses():
+    public_NE = np.repeat(np.eye(3, dtype=np.float32), 4, axis=0)
+    with pytest.warns(ConvergenceWarning):
+        assert len(find_clusters(public_NE, 8, 42)) == 3
 
 
 def test_users_are_counted_as_a_whole(folder, capsys):
