@@ -190,8 +190,10 @@ class KeptState:
     def content_of_trained(self) -> dict[str, list[int]]:
         """Checksums of the parameters that `in_step` watches, which also writes through `.data` change."""
         named = {n: p for n, p in self._model.named_parameters() if n in self._marks}
-        sums = [_checksum(p) for p in named.values()]
-        return dict(zip(named, torch.stack(sums).tolist(), strict=True)) if sums else {}
+        if not named:
+            return {}
+        odd = _odd_numbers(next(iter(named.values())).device)
+        return dict(zip(named, torch.stack([_checksum(p, odd) for p in named.values()]).tolist(), strict=True))
 
     def check_trained(self, before: dict[str, list[int]]) -> None:
         """Refuse a model in which a forward wrote to a trained parameter.
@@ -284,21 +286,32 @@ def _added(model: nn.Module, *, only_extra: bool = False) -> dict[str, bytes]:
     }
 
 
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+def _odd_numbers(device: torch.device) -> torch.Tensor:
+    """As many random odd numbers as words are summed at once, int64, the same in each call.
+
+    With numbers in a row, changes that are alike would cancel: twice the weights would have the sums of the weights.
+    """
+    num, generator = CACHED_WORDS if device.type == "cpu" else WORDS, torch.Generator(device).manual_seed(0)
+    return 2 * torch.randint(2**62, (num,), generator=generator, device=device) + 1
+
+
+def _checksum(tensor: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
     """Sums of the words of a tensor and of their upper halves, each times an odd number of its place, int64, (2,).
 
     Any one word changes the first; signs that are flipped could cancel there, and change the second.
+
+    Args:
+        tensor: any.
+        odd: of `_odd_numbers`.
     """
     words = _bytes(tensor)
     is_aligned = words.numel() % 8 == 0 and words.storage_offset() % 8 == 0
     words = (words if is_aligned else F.pad(words, (0, -words.numel() % 8))).view(torch.int64)
-    is_cpu = words.device.type == "cpu"
-    most = CACHED_WORDS if is_cpu else WORDS
-    odd, sums = 2 * torch.arange(min(most, words.numel()), device=words.device) + 1, []
-    for i, block in enumerate(words.split(most)):
+    is_cpu, sums = words.device.type == "cpu", []
+    for i, block in enumerate(words.split(len(odd))):
         places = odd[: len(block)]
         for values in (block, block >> 32):  # in one pass; accelerators have no such product of integers
-            sums.append((torch.dot(values, places) if is_cpu else (values * places).sum()) * (2 * i + 1))
+            sums.append((torch.dot(values, places) if is_cpu else (values * places).sum()) * odd[i % len(odd)])
     return torch.stack(sums).view(-1, 2).sum(0)
 
 
