@@ -52,6 +52,7 @@ class Site:
         self.name, self.module, self.parameter_names, self.sink = name, module, parameter_names, sink
         self.rule, self.method, self.changes_shapes = rule, method, changes_shapes
         self.original: Any = None
+        self.shared: set[tuple[Any, int]] = set()  # arguments that are the same for all records; see `fallback`
 
     @property
     def num_records(self) -> int:

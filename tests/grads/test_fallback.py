@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_dpopt import clipped_gradient_sum
+from hf_dpopt import UnsupportedModuleError, clipped_gradient_sum
+from hf_dpopt.clipping import make_engine
+from hf_dpopt.clipping.thresholds import make_clipping
 from tests.reference import clipping as reference
 
 
@@ -120,3 +122,70 @@ def test_hooks_of_a_layer_without_a_rule_act_once(when):
     getattr(model.layer, f"register_{when}_hook")(doubled)
     got = clipped_gradient_sum(model, batch, clipping_norm=0.7, loss=_loss)
     assert reference.relative_error(got, _by_hand(model, batch, 0.7)) < 1e-9
+
+
+class Holder:
+    """An object that holds records in one way or another."""
+
+    def __init__(self, held):
+        self.held = held
+
+
+HELD = {
+    "itself": (lambda x: x, lambda held: held),
+    "in a list": (lambda x: [x], lambda held: held[0]),
+    "in a dict": (lambda x: {"x": x}, lambda held: held["x"]),
+    "in another object": (lambda x: Holder([x]), lambda held: held.held[0]),
+}
+
+
+class Beside(nn.Module):
+    def __init__(self, take):
+        super().__init__()
+        self.weight, self.take = nn.Parameter(torch.randn(4)), take
+
+    def forward(self, x, holder):
+        return _Doubled.apply(x * self.weight) * self.take(holder.held)[: len(x)]
+
+
+class WithHolder(Model):
+    def forward(self, x, labels=None):
+        x = self.first(x)
+        return self.last(self.layer(x, Holder(self.put(x.detach())))).squeeze(-1)
+
+
+@pytest.mark.parametrize("how", HELD)
+def test_records_inside_of_an_object_are_refused(how):
+    put, take = HELD[how]
+    model = WithHolder(Beside(take)).double()
+    model.put = put
+    with pytest.raises(UnsupportedModuleError, match="takes or returns tensors inside of a Holder"):
+        clipped_gradient_sum(model, _batch([3.0, 5.0, -2.0]), clipping_norm=0.7, loss=_loss)
+
+
+class Placed(nn.Module):
+    """Adds positions, (T, D), which are the same for all records."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x, positions):
+        return _Doubled.apply((x + positions) * self.weight)
+
+
+class WithPositions(Model):
+    def forward(self, x, labels=None):
+        positions = torch.arange(20.0).view(5, 4).double()
+        return self.last(self.layer(x, positions)).mean(dim=(1, 2))
+
+
+@pytest.mark.parametrize("num_before", [3, 1])
+def test_positions_are_no_records_in_a_batch_of_as_many(num_before):
+    model = WithPositions(Placed()).double()
+    engine = make_engine(model, make_clipping("flat", 0.7))
+    for num in (num_before, 5):
+        batch = {"x": torch.randn(num, 5, 4).double(), "labels": torch.arange(num).double()}
+        sums = engine.empty_sum()
+        engine.add_clipped_sum(sums, lambda: _loss(model(batch["x"]), batch["labels"]), num)  # noqa: B023
+    assert reference.relative_error(sums.result(), _by_hand(model, batch, 0.7)) < 1e-9

@@ -39,9 +39,11 @@ class _Watched(torch.autograd.Function):
     """The identity on a module's outputs; its backward runs the module again, record by record, for its parameters."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, site: Site, spec: Any, leaves: list, *outputs: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, site: Site, spec: Any, leaves: list, rows: set[int], *outputs: torch.Tensor
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.site, ctx.spec = site, spec
+        ctx.site, ctx.spec, ctx.rows = site, spec, rows
         ctx.constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         ctx.is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         ctx.save_for_backward(*[leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)])
@@ -55,10 +57,10 @@ class _Watched(torch.autograd.Function):
         with ctx.site.paused(), torch.enable_grad(), contextlib.ExitStack() as autocast:
             for device, dtype in ctx.autocast.items():
                 autocast.enter_context(torch.autocast(device, dtype=dtype))
-            grads_B = _record_gradients(ctx.site, leaves, ctx.spec, grad_outputs)
+            grads_B = _record_gradients(ctx.site, leaves, ctx.spec, ctx.rows, grad_outputs)
         for name, grad_B in grads_B.items():
             ctx.site.add(name, Dense(grad_B))
-        return None, None, None, None, *grad_outputs
+        return None, None, None, None, None, *grad_outputs
 
 
 class _Forward(nn.Module):
@@ -76,15 +78,35 @@ def _is_of_records(x: Any, num_records: int) -> bool:
     return isinstance(x, torch.Tensor) and x.dim() > 0 and x.size(0) == num_records
 
 
+def _with_rows(site: Site, leaves: list, spec: Any) -> set[int]:
+    """Places of the arguments that have a row for each record.
+
+    One that had another first dimension in any batch (positions, (T, D)) is the same for all records, also in a batch
+    of which it happens to have the size.
+    """
+    sizes = {i: x.size(0) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.dim() > 0}
+    site.shared |= {(str(spec), i) for i, size in sizes.items() if size not in (1, site.num_records)}
+    return {i for i, size in sizes.items() if size == site.num_records and (str(spec), i) not in site.shared}
+
+
 def _is_cache(x: Any) -> bool:
     """Whether this is a cache of keys and values; it holds those of the batch when a record is run again."""
     return any(cls.__name__ == "Cache" and cls.__module__ == "transformers.cache_utils" for cls in type(x).__mro__)
 
 
+def _inside(value: Any, depth: int = 2) -> Iterator[Any]:
+    """What an object holds, and what the lists, dicts and objects in it hold; nothing of a module."""
+    held = {} if isinstance(value, nn.Module) else getattr(value, "__dict__", {})
+    for x in pytree.tree_leaves(held):
+        yield x
+        if depth:
+            yield from _inside(x, depth - 1)
+
+
 def _check_plain(site: Site, values: list) -> None:
     """Refuse tensors of records inside of objects: when a record is run again, they would be those of the batch."""
     for value in values:
-        if any(_is_of_records(x, site.num_records) for x in getattr(value, "__dict__", {}).values()):
+        if any(_is_of_records(x, site.num_records) for x in _inside(value)):
             raise UnsupportedModuleError(
                 f"{site.name} ({type(site.module).__name__}) takes or returns tensors inside of a "
                 f"{type(value).__name__}, where records cannot be told from each other. Freeze its parameters, or use "
@@ -97,7 +119,7 @@ def _is_watched(output: Any) -> bool:
 
 
 def _record_gradients(
-    site: Site, leaves: list, spec: Any, grad_outputs: tuple[torch.Tensor | None, ...]
+    site: Site, leaves: list, spec: Any, rows: set[int], grad_outputs: tuple[torch.Tensor | None, ...]
 ) -> dict[str, torch.Tensor]:
     parameters = dict(site.module.named_parameters())
     trained = {name: p.detach().requires_grad_() for name, p in parameters.items() if site.trains(name)}
@@ -113,7 +135,7 @@ def _record_gradients(
             )
 
     def record(b: int) -> Gradients:
-        one = [x[b : b + 1] if _is_of_records(x, num_records) else x for x in leaves]
+        one = [x[b : b + 1] if i in rows else x for i, x in enumerate(leaves)]
         args, kwargs = pytree.tree_unflatten(one, spec)
         try:
             out = torch.func.functional_call(module, values, args, kwargs)
@@ -171,14 +193,14 @@ def forward(site: Site, *args: Any, **kwargs: Any) -> Any:
         out = site.original(*args, **kwargs)
     outputs, out_spec = pytree.tree_flatten(out)
     _check_plain(site, [value for value in leaves + outputs if not _is_cache(value)])
-    watched = [i for i, output in enumerate(outputs) if _is_watched(output)]
-    if not any(_is_of_records(x, site.num_records) for x in leaves):
+    watched, rows = [i for i, output in enumerate(outputs) if _is_watched(output)], _with_rows(site, leaves, spec)
+    if not rows:
         for i in watched:
             outputs[i] = _for_each_record(site, outputs[i])
     # autograd runs a Function's backward only if an input wants a gradient; the anchor always does
     anchor = torch.zeros((), requires_grad=True)
     kept = [None if _is_cache(leaf) else leaf for leaf in leaves]
-    seen = _Watched.apply(anchor, site, spec, kept, *[outputs[i] for i in watched])
+    seen = _Watched.apply(anchor, site, spec, kept, rows, *[outputs[i] for i in watched])
     for i, output in zip(watched, seen, strict=True):
         outputs[i] = output
     return pytree.tree_unflatten(outputs, out_spec)
