@@ -23,6 +23,7 @@ from tests.run import kill_storm
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 # Written by programs, which tests compare with what they were written from.
 FOLDERS = ("hf_dpopt", "tests", "docs", "recipes", "benchmarks", ".ci")
+COMMAND = r"python -m ((?:hf_dpopt|recipes|benchmarks|tests)(?:\.\w+)*)"
 # Made by a command of the page that names them.
 MADE = ("privacy/report.json", "privacy/ledger.jsonl", "privacy/statement.md")
 
@@ -82,6 +83,17 @@ def test_every_module_that_a_page_names_is_there(repo: Path) -> None:
     for page in pages(repo):
         for name in re.findall(r"`(hf_dpopt\.[A-Za-z_.]*\w)`", page.read_text()):
             assert _resolves(name), f"{page.name} names {name}"
+
+
+def test_every_command_that_runs_a_module_finds_it(repo: Path) -> None:
+    """On the pages, and in the docstrings of recipes and benchmarks."""
+    sources = [*pages(repo), *(repo / "recipes").rglob("*.py"), *(repo / "benchmarks").glob("*.py")]
+    named = {(one.name, name) for one in sources for name in re.findall(COMMAND, one.read_text(encoding="utf-8"))}
+    assert len(named) > 30
+    paths = {where: repo / where[1].replace(".", "/") for where in named}
+    assert not [
+        w for w, path in paths.items() if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists())
+    ]
 
 
 def _resolves(name: str) -> bool:
