@@ -112,8 +112,8 @@ def job_of(argv: list[str]) -> str:
     parser.add_argument("--job")
     parser.add_argument("--config", type=Path)
     given = parser.parse_known_args(argv)[0]
-    in_file = given.config and given.config.is_file() and yaml.safe_load(given.config.read_text()) or {}
-    job = str(given.job or in_file.get("job", "dpo"))
+    in_file = yaml.safe_load(given.config.read_text()) if given.config and given.config.is_file() else {}
+    job = str(given.job or (in_file.get("job", "dpo") if isinstance(in_file, dict) else "dpo"))
     if job not in JOBS:
         raise DPConfigError(f"job={job!r} is not a job. Use one of: {', '.join(JOBS)}.")
     return job

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+import yaml
+from jinja2 import TemplateError
 from transformers import Trainer, set_seed
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainerMixin, DPTrainingArguments
@@ -133,7 +135,7 @@ def run(argv: list[str], entry: Callable[[list[str]], None]) -> int:
     """Exit status of a run: 0, or 2 with one line on stderr for what the user can fix."""
     try:
         entry(argv)
-    except (DPConfigError, DPBudgetExceeded, ValueError, OSError) as error:
+    except (DPConfigError, DPBudgetExceeded, ValueError, OSError, TemplateError, yaml.YAMLError) as error:
         if os.environ.get("HF_DPOPT_DEBUG"):
             raise
         rank = os.environ.get("RANK", "0")
@@ -145,6 +147,12 @@ def run(argv: list[str], entry: Callable[[list[str]], None]) -> int:
 
 def _explain(error: Exception, argv: list[str]) -> str:
     """The error; of a disk, with the flag of the folder that it is in, or next to, and the space that is left."""
+    if isinstance(error, TemplateError):  # of chats, whose authors refuse some orders of roles
+        return (
+            f"model_name_or_path: its chat template refuses a conversation ({error}). Change its roles, or the model."
+        )
+    if isinstance(error, yaml.YAMLError):
+        return f"config: the file is not YAML ({error}). Write one `key: value` per line."
     words = " ".join(argv).replace("=", " ").split()
     folders = {flag: Path(value).absolute() for flag, value in pairwise(words) if re.fullmatch("--[a-z_]*_dir", flag)}
     path = Path(getattr(error, "filename", None) or os.devnull).absolute()

@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,9 @@ def parse(
     # TRL reads `--config file`, not `--config=file`; with dashes a flag is the same one
     argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")}
+    file = dict(pairwise(argv)).get("--config")
+    if file is not None and not Path(file).is_file():
+        raise DPConfigError(f"config={file}: there is no such file. Name a YAML file of flags.")
     is_embedded = not given & {"config", "model_name_or_path", "train_file"}
     defaults: dict[str, Any] = {}
     if is_embedded:
@@ -140,6 +144,10 @@ def parse(
     if not is_embedded and (data_args.train_file is None or model_args.model_name_or_path is None):
         missing = "train_file" if data_args.train_file is None else "model_name_or_path"
         raise DPConfigError(f"{missing}: missing. Name a model and a training file, or neither for the embedded job.")
+    if training_args.max_length is not None and training_args.max_length < 2:
+        raise DPConfigError(
+            f"max_length={training_args.max_length}: leaves nothing to predict. Use 2 or more; 128 to 1024 is usual."
+        )
     options.check_counts(data_args)
     options.check_no_statement(data_args, training_args)
     if "output_dir" not in given:  # the clocks of several processes differ

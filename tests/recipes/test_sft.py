@@ -120,6 +120,17 @@ def test_a_row_that_is_no_record_is_named(folder, capsys, row, says):
     assert says in capsys.readouterr().err and not Path("out").exists()
 
 
+def test_a_template_that_refuses_an_order_of_roles_ends_in_one_line(folder, capsys):
+    """Those of Gemma and Mistral do, for a conversation that begins with the system."""
+    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system role') }}{% endif %}"
+    tiny.byte_tokenizer(refuses + TEMPLATE).save_pretrained("model")
+    row = {"messages": [{"role": "system", "content": "be kind"}, *MESSAGES["messages"]]}
+    Path("train.jsonl").write_text(f"{json.dumps(row)}\n" * 24)
+    assert sft.run(_words()) == 2
+    last = capsys.readouterr().err.rstrip().splitlines()[-1]
+    assert "its chat template refuses a conversation (No system role)" in last and not Path("out/privacy").exists()
+
+
 @pytest.mark.parametrize("column", ["messages", "text"])
 def test_a_first_row_of_the_wrong_kind_is_named(folder, capsys, column):
     """It was read as the kind of all rows, and TRL dropped them."""
@@ -136,12 +147,16 @@ def test_a_first_row_of_the_wrong_kind_is_named(folder, capsys, column):
         ({"train_file": "."}, "Convert or rename it"),
         ({"model_name_or_path": "nothere"}, "The configuration of 'nothere' cannot be loaded"),
         ({"max_train_samples": "-5"}, "max_train_samples=-5 is not a positive count"),
+        ({"max_length": "1"}, "max_length=1: leaves nothing to predict. Use 2 or more"),
+        ({"config": "nothere.yaml"}, "config=nothere.yaml: there is no such file"),
+        ({"config": "odd.yaml"}, "config: the file is not YAML"),
         ({"max_steps": "many"}, "--max-steps: invalid int value: 'many'. --help lists all flags."),
         ({"target_epsilonn": "8"}, "--target_epsilonn is not a flag. Did you mean --target_epsilon?"),
         ({"target_eps": "8"}, "--target_eps is not a flag. Did you mean --target_epsilon?"),
     ],
 )
 def test_wrong_flags_end_in_one_line(folder, capsys, changes, says):
+    Path("odd.yaml").write_text("a: [b")
     assert sft.run(_words(**changes)) == 2
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1 and not Path("out").exists()
