@@ -294,7 +294,11 @@ def tokenize_splits(
     training_args: DPTrainingArguments,
     block_size: int,
 ) -> dict[str, Split]:
-    """Records of every split; what was cut is said before training."""
+    """Records of every split; what was cut is said before training.
+
+    Raises:
+        DPConfigError: if no record of a split has a token to learn: a run would be charged for noise alone.
+    """
     limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples, SPLIT: None}
     splits = {}
     for name, table in tables.items():
@@ -302,6 +306,11 @@ def tokenize_splits(
             users = users_in(data_args, training_args) if name == "train" else None
             splits[name] = tokenize(
                 table, kind, tokenizer, block_size=block_size, limit=limits[name], user_id_column=users
+            )
+        if splits[name].num_without_target == len(splits[name].dataset):
+            raise DPConfigError(
+                f"block_size={block_size}: no record of {table.name} has a token to learn. Raise --block_size, or "
+                "shorten what is before the target."
             )
         is_protected = name == "train" and not data_args.non_private and not training_args.log_unprivatized
         report(name, splits[name], block_size, counts=not is_protected)

@@ -50,6 +50,7 @@ REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     "generate without evaluation": ({"generate": "true", "do_train": "true"}, "Add --do_eval"),
     "metrics on training records": ({"validation_file": "train.csv"}, "exact values of the training .* Hold out"),
     "block of one": ({"block_size": "1"}, "block_size=1 leaves nothing to predict. Use 2 or more"),
+    "nothing to learn": ({"block_size": "4", "do_train": "true"}, "block_size=4: no record of .* Raise --block_size"),
     "beams": ({"num_beams": "0"}, "num_beams=0 is not a positive count"),
     "no room": ({"generate": "true", "max_new_tokens": "64", "do_eval": "true"}, "no room for a prompt.* Use less"),
     "extension": ({"train_file": "train.docx"}, "neither of .csv, .tsv, .json, .jsonl, .txt, .parquet .* Convert"),
