@@ -14,7 +14,7 @@ The layers below are frozen, so their outputs are computed once. A variant is on
 * ``histogram``: the clip is the median norm at the start (arXiv:2605.10272), of the noisy histogram of one more draw;
   it costs what a step costs.
 
-Runs of one seed share draws, initial weights and the key of the noise.
+Runs of one seed share draws, initial weights (of ``tangent`` those of the head alone) and the key of the noise.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from recipes.paper.runs import Folder, KeptRuns, best_of, experiment, interval, 
 from recipes.paper.steps import EngineSums, Part, PrivateSteps, descend, falling, seeded_keys
 
 VARIANTS = ("LoRA", "LoRA+", "frozen A", "tangent", "histogram")
-RANK, SCALE, START_RATE, TUNING_SEED = 8, 2.0, 0.006, 1000  # a rate of 0.006 is the advisor's
+RANK, SCALE, START_RATE, TUNING_SEED = 8, 2.0, 0.006, 1000  # the advisor has 0.0053
 NUM_TRAIN, NUM_TEST, NUM_TOKENS = 10_000, 8_000, 4096
 EDGES = np.geomspace(0.01, 1000, 101)  # of the histogram, in gradient units
 
