@@ -267,16 +267,19 @@ class TrainingSession:
             if run.recovery is not None and run.recovery.covers(step):
                 has_update = replay_step(self.stages.engine, run=run, step=step, after_noise=self.stages.after_noise)
             else:
+                before = self.kept.content_of_trained()
                 self._unprivatized += private_step(
                     self.stages.engine,
                     self.losses,
-                    self._physical_batches(batch),
+                    self._physical_batches(batch, before),
                     run=run,
                     step=step,
                     after_noise=self.stages.after_noise,
-                    everything=self._everything(),
+                    everything=self._everything(before),
                     stand_in=self._stand_in,
                 )
+                if run.ranks.size > 1:  # they look for a batch more, and so end, before the last one is at work
+                    run.ranks.every(lambda: self.kept.check_trained(before))
         if step % STEPS_BETWEEN_REPLICA_CHECKS == 1:
             collectives.check_replicas_agree(self.model)
         return has_update
@@ -290,8 +293,7 @@ class TrainingSession:
                 "clip no longer covers them. Decide what to train before train(), or train in two runs."
             )
 
-    def _physical_batches(self, batch: LogicalBatch) -> Iterator[Any]:
-        before = self.kept.content_of_trained()
+    def _physical_batches(self, batch: LogicalBatch, before: dict[str, list[int]]) -> Iterator[Any]:
         size = self._args.per_device_train_batch_size
         for part in batch.physical(size, self._collation, self._tokens_at_once):
             yield part
@@ -305,10 +307,10 @@ class TrainingSession:
             return batch
         return UsersBatch(batch, (1,), torch.ones(1, dtype=torch.float64))
 
-    def _everything(self) -> Iterator[Any]:
+    def _everything(self, before: dict[str, list[int]]) -> Iterator[Any]:
         """Yield physical batches of all units of this rank."""
         for batch in self._records.everything(self.run, UNITS_AT_ONCE):
-            yield from self._physical_batches(batch)
+            yield from self._physical_batches(batch, before)
 
     # --- the log -----------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from hf_dpopt.convex import compute_features
 from hf_dpopt.huggingface import evaluation
 from hf_dpopt.records.scores import Scores
 from tests.adversary.harness import SLACK, words
-from tests.helpers import tiny
+from tests.helpers import ranks, tiny
 
 REFUSALS = (DPConfigError, UnsupportedModuleError)
 EVALUATION = {
@@ -296,6 +296,26 @@ def test_what_is_written_after_the_start_reaches_no_file(writer, step, tmp_path)
     with contextlib.suppress(*REFUSALS):  # another trainer of the same model, as in a notebook
         tiny.trainer(tmp_path / "again", model=model, max_steps=1).save_model()
     assert_no_trace(tmp_path, start, model)
+
+
+@pytest.mark.two_process
+def test_what_the_last_batch_writes_is_found_by_two_ranks(tmp_path):
+    """Each has one physical batch in a step, whose sums leave while it is at work."""
+
+    def run() -> None:
+        model, layer = model_with(next(w for w in WRITERS if w.__name__ == "TrainedByData"))
+
+        def switch_on(state: Any, model: Any) -> None:
+            layer.writes = lambda is_training: True
+
+        trainer = tiny.trainer(
+            tmp_path / "out", model=model, callbacks=[tiny.At("step_begin", switch_on, 3)], max_steps=4,
+            per_device_train_batch_size=64, learning_rate=0.0,
+        )  # fmt: skip
+        with pytest.raises(REFUSALS, match="frozen: changed by a forward"):
+            trainer.train()
+
+    ranks.launch(run, 2, tmp_path)
 
 
 @pytest.mark.parametrize("start", [{}, {"padding": "max_length", "max_length": 24, "truncation": True}])
