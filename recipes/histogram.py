@@ -27,7 +27,11 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset
 from torch import nn
 
-from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
+from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, DPTrainingArguments
+from hf_dpopt.accounting.filter import RenyiFilter, best_order, charge_of
+from hf_dpopt.plan.choose import make_plan
+from hf_dpopt.plan.plan import PrivacyPlan
+from hf_dpopt.run.dataset_ledger import DatasetLedger, reservation_of
 from hf_dpopt.run.ledger import LEDGER
 from recipes import first_part
 
@@ -77,6 +81,7 @@ def release_counts(
     epsilon: float,
     *,
     users: Sequence[Any] | None = None,
+    following: PrivacyPlan | None = None,
 ) -> dict[str, np.ndarray]:
     """Release all histograms with noise, and let the run of `args` that follows count them.
 
@@ -88,6 +93,8 @@ def release_counts(
         args: arguments of the run that follows; its output_dir gets a folder, its `earlier_runs` an entry.
         epsilon: budget of the histograms alone, at the delta of `args`; > 0.
         users: user of each record, where users are protected.
+        following: plan of the run that follows, or of a costlier one, whose room in the ledger of `args` is checked
+            before the counts are charged there.
 
     Returns:
         Name -> noisy counts, int64, >= 0: of records, or of users.
@@ -95,7 +102,8 @@ def release_counts(
     Raises:
         DPConfigError: if the folder holds counts of other cells, or output_dir a run that does not count these; if
             epsilon is not a part of the budget.
-        DPBudgetExceeded: if the counts were charged, and the run was stopped before they were saved.
+        DPBudgetExceeded: if the counts were charged, and the run was stopped before they were saved; if the ledger
+            has no room for both.
     """
     folder = Path(args.output_dir) / FOLDER
     num_units = len(next(iter(cells.values()))) if users is None else len(set(users))
@@ -107,11 +115,39 @@ def release_counts(
             f"output_dir={args.output_dir}: has a run that does not count these histograms, or {FOLDER} was taken "
             "away from it. Use another output_dir; what was spent there stays spent."
         )
+    if found is None and following is not None and args.privacy_ledger is not None:
+        first = make_plan(counting.privacy_config(num_units), num_examples=num_units, num_steps=1)
+        _check_room(args, first, following)
     weights = _count(cells, sizes, counting, users, mark) if found is None else found["cells.weight"]
     first_part.count(args, folder)
     noised = weights.detach().cpu().flatten().double() * num_units
     counts = noised.round().clamp(min=0).long().numpy()  # after the noise: post-processing
     return dict(zip(sizes, np.split(counts, np.cumsum(list(sizes.values()))[:-1]), strict=True))
+
+
+def _check_room(args: DPTrainingArguments, *plans: PrivacyPlan) -> None:
+    """Refuse runs of which the ledger of their dataset does not admit all; nothing is charged.
+
+    Raises:
+        DPBudgetExceeded: with what they would cost.
+    """
+    path, budget = Path(str(args.privacy_ledger)), args.privacy_ledger_epsilon
+    costs, others = [reservation_of(plan, [plan.num_steps]) for plan in plans], []
+    if path.exists():
+        ledger = DatasetLedger.read(path)
+        rule, others = ledger.filter, ledger.charges()
+    elif budget is None:
+        return  # refused when the ledger begins
+    else:
+        first = costs[0]
+        rule = RenyiFilter(budget, first.delta, best_order(first.event, first.adjacency, budget, first.delta))
+    charges = [*others, *(charge_of(one.event, one.adjacency, rule.order) for one in costs)]
+    if not rule.admits(charges):
+        raise DPBudgetExceeded(
+            f"privacy_ledger={path}: counts and training would bring epsilon of all runs there to "
+            f"{rule.spent(charges):.4g} at delta {rule.delta:g}, above its budget of {rule.epsilon:g}. Nothing was "
+            "charged. Use a smaller --target_epsilon, or for a new ledger a larger --privacy_ledger_epsilon."
+        )
 
 
 def _count(

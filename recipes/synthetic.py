@@ -151,11 +151,12 @@ def main(argv: list[str]) -> None:
         # made before the counts are charged, for its refusals; the next one has a plan that includes them
         trial = sft.make_trainer(DPSFTTrainer, copy.copy(training_args), model_args, {"train": records})
         check_trial(trial, controls)
-        training_args.adjacency = trial.plan.adjacency  # of the counts, too: costs of two promises do not add up
+        plan = trial.plan  # of the whole target_epsilon, so it costs more than the training
+        training_args.adjacency = plan.adjacency  # of the counts, too: costs of two promises do not add up
         del trial
         gc.collect()  # a trainer is part of a cycle, and its model would stay on the device
         epsilon = args.histogram_share * (training_args.target_epsilon or 0.0)
-        counts = release_counts(cells, sizes, training_args, epsilon, users=users)
+        counts = release_counts(cells, sizes, training_args, epsilon, users=users, following=plan)
     trainer_class = SFTTrainer if args.non_private else DPSFTTrainer
     trainer = sft.make_trainer(trainer_class, training_args, model_args, {"train": records})
     running.train(trainer, training_args)

@@ -272,6 +272,10 @@ BAD = {  # what is wrong -> how to make it, part of the message
     "layers that there are not": (lambda: {"lora_target_modules": "nothing"}, "nothing"),
     "no plan with the counts": (lambda: {"sampling": "balls_in_bins"}, "sampling=balls_in_bins: has no common"),
     "nothing left to train with": (lambda: {"histogram_share": "0.95"}, "histogram_share=0.95: must be above 0"),
+    "a ledger without room for the training": (
+        lambda: {"privacy_ledger": "people.json", "privacy_ledger_epsilon": "4"},
+        "privacy_ledger=people.json: counts and training would bring epsilon",
+    ),
     "no checkpoint": (lambda: {"resume_from_checkpoint": "nothere"}, "resume_from_checkpoint=nothere: there is no"),
     "tuning": (lambda: {"tuned_runs": "5"}, "tuned_runs=5: is not supported in two parts"),
 }
@@ -283,7 +287,7 @@ def test_what_cannot_end_well_is_refused_before_anything_is_charged(folder, caps
     assert synthetic.run(words(**made())) == 2
     last = capsys.readouterr().err.rstrip().splitlines()[-1]  # progress of loading comes before it
     assert last.startswith("error: ") and says in last
-    assert not list(Path().rglob("ledger*")) and not list(Path().glob("keys/*/*"))
+    assert not list(Path().rglob("ledger*")) and not Path("people.json").exists() and not list(Path().glob("keys/*/*"))
 
 
 @pytest.mark.parametrize("changes", [{"sampling": "fixed_order"}, {"adjacency": "replace_one"}])
