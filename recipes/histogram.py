@@ -31,7 +31,7 @@ from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, DPTrainingArgum
 from hf_dpopt.accounting.filter import RenyiFilter, best_order, charge_of
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
-from hf_dpopt.run.dataset_ledger import DatasetLedger, reservation_of
+from hf_dpopt.run.dataset_ledger import DatasetLedger, begin, reservation_of
 from hf_dpopt.run.ledger import LEDGER
 from recipes import first_part
 
@@ -126,7 +126,9 @@ def release_counts(
 
 
 def _check_room(args: DPTrainingArguments, *plans: PrivacyPlan) -> None:
-    """Refuse runs of which the ledger of their dataset does not admit all; nothing is charged.
+    """Refuse runs of which the ledger of their dataset does not admit all, and begin one for the last of them.
+
+    Nothing is charged.
 
     Raises:
         DPBudgetExceeded: with what they would cost.
@@ -139,8 +141,8 @@ def _check_room(args: DPTrainingArguments, *plans: PrivacyPlan) -> None:
     elif budget is None:
         return  # refused when the ledger begins
     else:
-        first = costs[0]
-        rule = RenyiFilter(budget, first.delta, best_order(first.event, first.adjacency, budget, first.delta))
+        last = costs[-1]  # the order that suits the training: at that of the counts alone it may cost far more
+        rule = RenyiFilter(budget, last.delta, best_order(last.event, last.adjacency, budget, last.delta))
     charges = [*others, *(charge_of(one.event, one.adjacency, rule.order) for one in costs)]
     if not rule.admits(charges):
         raise DPBudgetExceeded(
@@ -148,6 +150,7 @@ def _check_room(args: DPTrainingArguments, *plans: PrivacyPlan) -> None:
             f"{rule.spent(charges):.4g} at delta {rule.delta:g}, above its budget of {rule.epsilon:g}. Nothing was "
             "charged. Use a smaller --target_epsilon, or for a new ledger a larger --privacy_ledger_epsilon."
         )
+    begin(path, costs[-1], budget)
 
 
 def _count(

@@ -199,6 +199,23 @@ def reserve(
         return DatasetLedger(path, file)
 
 
+def begin(path: str | Path, reservation: Reservation, budget: float | None) -> None:
+    """Begin a ledger whose order suits a run, and charge nothing; one that is there stays as it is.
+
+    Args:
+        path: the ledger.
+        reservation: cost of the run that the order is chosen for: the costliest of several.
+        budget: epsilon of the ledger.
+
+    Raises:
+        DPBudgetExceeded: if the budget does not admit the run.
+        DPConfigError: without a budget.
+    """
+    with ChainedFile.writing(Path(path)) as file:
+        if not file.records:
+            file.append(_header(Path(path), reservation, budget))
+
+
 @dataclasses.dataclass(frozen=True)
 class DatasetBudget:
     """Ledger that a run is charged to: its path, the budget of one that begins, and an entry that runs share."""

@@ -16,6 +16,7 @@ pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.report.report import read_report
+from hf_dpopt.run.dataset_ledger import DatasetLedger
 from hf_dpopt.verify import FAILED, verify
 from recipes import synthetic
 from recipes.histogram import FOLDER
@@ -295,6 +296,14 @@ def test_counts_are_of_the_promise_of_the_training(folder, capsys, changes):
     assert synthetic.run(words(**changes)) == 0, capsys.readouterr().err
     adjacencies = [read_report(path).plan["adjacency"] for path in (Path("out"), Path("out") / FOLDER)]
     assert adjacencies[0] == adjacencies[1]
+
+
+def test_a_ledger_that_begins_has_room_for_the_training(folder, capsys):
+    """Its order was chosen for the counts alone, at which the training cost far more, or infinitely much."""
+    budget = {"privacy_ledger": "people.json", "privacy_ledger_epsilon": "40"}
+    assert synthetic.run(words(**budget)) == 0, capsys.readouterr().err
+    ledger = DatasetLedger.read("people.json")
+    assert len(ledger.entries) == 2 and 8 < ledger.spent < 16
 
 
 # --- the parts -------------------------------------------------------------------------------------------------------
