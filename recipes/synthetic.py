@@ -182,7 +182,8 @@ def main(argv: list[str]) -> None:
     exact, test_embeddings = {}, embed(held_out, encoder) if held_out else embeddings[:0]
     if test is not None:
         scores["mauve"] = mauve(embeddings, test_embeddings, training_args.seed)
-        exact["mauve_of_real"] = mauve(train_embeddings[: len(kept)], test_embeddings, training_args.seed)
+        drawn = np.random.default_rng(training_args.seed).permutation(len(train_embeddings))[: len(kept)]
+        exact["mauve_of_real"] = mauve(train_embeddings[drawn], test_embeddings, training_args.seed)
         wanted = controls.cells(test)
         if controls.names:
             scores["accuracy_of_synthetic"] = accuracy(embeddings, rows.cells.tolist(), test_embeddings, wanted)

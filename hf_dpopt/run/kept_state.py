@@ -287,7 +287,7 @@ def _added(model: nn.Module, *, only_extra: bool = False) -> dict[str, bytes]:
 
 
 def _odd_numbers(device: torch.device) -> torch.Tensor:
-    """As many random odd numbers as words are summed at once, int64, the same in each call.
+    """Random odd numbers, int64, one for each word of those summed at once; the same in each call.
 
     With numbers in a row, changes that are alike would cancel: twice the weights would have the sums of the weights.
     """
@@ -302,7 +302,7 @@ def _checksum(tensor: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
 
     Args:
         tensor: any.
-        odd: of `_odd_numbers`.
+        odd: the numbers of `_odd_numbers`.
     """
     words = _bytes(tensor)
     is_aligned = words.numel() % 8 == 0 and words.storage_offset() % 8 == 0

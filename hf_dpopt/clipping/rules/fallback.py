@@ -95,7 +95,7 @@ def _is_cache(x: Any) -> bool:
 
 
 def _inside(value: Any, depth: int = 2) -> Iterator[Any]:
-    """What an object holds, and what the lists, dicts and objects in it hold; nothing of a module."""
+    """Yield the values in an object and in its lists, dicts and objects; none of a module."""
     held = {} if isinstance(value, nn.Module) else getattr(value, "__dict__", {})
     for x in pytree.tree_leaves(held):
         yield x
