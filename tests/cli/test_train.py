@@ -193,12 +193,12 @@ def models(tmp_path_factory, gpt2_dir: str, t5_dir: str) -> dict[str, str]:  # n
 def changes(name: str, models: dict[str, str]) -> list[str]:
     """Flags that make a ready file a tiny run."""
     words = [word for flag, value in TINY.items() for word in (f"--{flag}", value)]
-    encoder = ["--encoder_name_or_path", models["glue"], "--num_rows", "8"] if name == "synthetic" else []
+    encoder = ["--encoder_name_or_path", models["glue"], "--num_rows", "8", "--num_clusters", "8"]
     return [
         *words,
         "--model_name_or_path",
         models.get(name) or models[script_of(name)[0]],
-        *encoder,
+        *(encoder if name == "synthetic" else []),
         *MORE.get(name, []),
     ]
 

@@ -111,8 +111,12 @@ class _Weighted(nn.Module):
         return self.last(self.layer(x)).squeeze(-1)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("num_records", [1, 2, 3])
-def test_a_weight_that_is_computed_has_no_rows_of_records(num_records):
-    batch = {"x": torch.randn(num_records, 4), "labels": torch.randn(num_records)}
-    with pytest.raises(UnsupportedModuleError, match="parametrizations.weight .*takes no tensor with a row for each"):
-        clipped_gradient_sum(_Weighted(), batch, clipping_norm=1.0, loss=lambda o, y: (o - y).square())
+def test_a_weight_that_is_computed_has_no_rows_of_records(num_records, engine):
+    model = _Weighted().double()
+    batch = {"x": torch.randn(num_records, 4).double(), "labels": torch.randn(num_records).double()}
+    loss = lambda outputs, labels: (outputs - labels).square()  # noqa: E731
+    want = reference.clipped_sum(model, batch, 0.7, loss=lambda m, row: loss(m(row["x"]), row["labels"]).sum())
+    got = clipped_gradient_sum(model, batch, clipping_norm=0.7, engine=engine, loss=loss)
+    assert reference.relative_error(got, want) < 1e-10

@@ -107,7 +107,8 @@ def test_the_choices_offered_are_those_that_are_accepted(parse, cls):
     offered = [(f.name, c) for f in dataclasses.fields(cls) if f.name in FIELDS for c in f.metadata.get("choices", ())]
     assert offered
     for name, choice in offered:
-        of_users = ["--privacy_unit", "user", "--user_id_column", "author"] if choice == "capped_poisson" else []
+        of_users = ["--user_id_column", "author"] if choice in ("user", "capped_poisson") else []
+        of_users += ["--privacy_unit", "user"] if choice == "capped_poisson" else []
         args = parse(cls, "--noise_multiplier", "1", f"--{name}", choice, *of_users)
         assert getattr(args, name) == choice
         assert args.privacy_config(expected_batch_size=8).noise_multiplier == 1
