@@ -51,7 +51,7 @@ def _record(input_ids: list[int], labels: list[int], block_size: int) -> Record:
     return Record(input_ids[:block_size], labels[:block_size], len(input_ids) > block_size)
 
 
-# --- the kinds ---------------------------------------------------------------------------------------------------
+# --- the kinds -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

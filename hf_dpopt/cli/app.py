@@ -82,7 +82,10 @@ def train(
     if example is not None:
         training.print_example(example)
     elif str(file).startswith("-"):
-        raise DPConfigError(f"{file} is before the file. Name the file first: `hf-dpopt train config.yaml {file} ..`.")
+        raise DPConfigError(
+            f"{file}: the only option before the file is --example. Name the file first: `hf-dpopt train config.yaml "
+            f"{file} ..`."
+        )
     elif file is not None:
         training.train(file, flags or [])
     else:

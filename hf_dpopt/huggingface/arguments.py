@@ -58,11 +58,11 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
 
     Everything of `TrainingArguments` keeps its meaning, except:
 
-    * `per_device_train_batch_size` is the largest physical batch: it changes memory and speed, never the result (on a
-      CPU long records come in smaller ones, and more short ones together, never more tokens than so many of the
-      longest record: that is faster there). The logical batch is `expected_batch_size`; where that is absent it is
-      `per_device_train_batch_size * gradient_accumulation_steps * world_size`, so command lines keep their effective
-      batch.
+    * `per_device_train_batch_size` bounds the memory of a physical batch: it changes speed, never the result. No
+      physical batch has more tokens than that many copies of the longest record. On a CPU the number of records
+      varies: fewer long ones at a time, more short ones, which is faster there. The logical batch is
+      `expected_batch_size`; where that is absent it is `per_device_train_batch_size * gradient_accumulation_steps *
+      world_size`, so command lines keep their effective batch.
     * `max_grad_norm` clips the *noisy mean* gradient and is 0 (off) by default. The clip that privacy needs is
       `clipping_norm`.
 
