@@ -1,26 +1,33 @@
 """Improvements of private LoRA that papers promise, each against plain LoRA.
 
-    python -m recipes.paper.lora --data glue-sst2 --model all-MiniLM-L6-v2
+    python -m recipes.paper.lora --data glue-sst2 --public imdb --model all-MiniLM-L6-v2
 
 10,000 phrases of SST-2; LoRA of rank 8 on all linear layers of the top layer of a BERT and of its pooler, a new head.
 The layers below are frozen, so their outputs are computed once. A variant is one change:
 
 * ``LoRA+``: the rate of B is 16 times that of A (arXiv:2402.12354).
 * ``frozen A``: A stays as it was drawn (arXiv:2403.12313).
+* ``orthonormal A``: its rows start orthonormal, as those of ``tangent``.
 * ``tangent``: gradient, clip and noise in the tangent space of BA, so that they do not depend on its factors: what the
   abstract of arXiv:2606.00944 asks for. With orthonormal bases V and U of rows and columns, ``W V^T + U Q`` is trained
   at Q = 0, with U = 0 before the first step; each step ends at the nearest matrix of rank 8. Adam's second moments are
   means over the 8 coordinates of a basis, so no rotation of it changes them.
 * ``histogram``: the clip is the median norm at the start (arXiv:2605.10272), of the noisy histogram of one more draw;
   it costs what a step costs.
+* ``random public text``: first, without privacy, 3,000 of 12,000 sentences of film reviews with the labels of their
+  reviews. ``chosen public text`` (after arXiv:2305.13865): the 3,000 that a private linear classifier finds most like
+  the phrases. It is the noisy mean of whitened features in one more draw, and costs what a step costs.
 
-Runs of one seed share draws, initial weights (of ``tangent`` those of the head alone) and the key of the noise.
+Runs of one seed share draws, initial weights and the key of the noise.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import gzip
+import json
+import re
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -42,9 +49,13 @@ from recipes.paper import texts
 from recipes.paper.runs import Folder, KeptRuns, best_of, experiment, interval, labelled, percent
 from recipes.paper.steps import EngineSums, Part, PrivateSteps, descend, falling, seeded_keys
 
-VARIANTS = ("LoRA", "LoRA+", "frozen A", "tangent", "histogram")
-RANK, SCALE, START_RATE, TUNING_SEED = 8, 2.0, 0.006, 1000  # the advisor has 0.0053
-NUM_TRAIN, NUM_TEST, NUM_TOKENS = 10_000, 8_000, 4096
+AGAINST = {
+    "LoRA": None, "LoRA+": "LoRA", "frozen A": "LoRA", "orthonormal A": "LoRA", "tangent": "LoRA", "histogram": "LoRA",
+    "random public text": "LoRA", "chosen public text": "random public text",
+}  # fmt: skip
+QUERIES = ("histogram", "chosen public text")  # these take one more draw
+RANK, SCALE, START_RATE, TUNING_SEED = 8, 2.0, 0.006, 1000  # a rate of 0.006 is the advisor's
+NUM_TRAIN, NUM_TEST, NUM_PUBLIC, NUM_CHOSEN, NUM_TOKENS = 10_000, 8_000, 12_000, 3_000, 4096
 EDGES = np.geomspace(0.01, 1000, 101)  # of the histogram, in gradient units
 
 
@@ -63,7 +74,7 @@ class Run:
         config = PrivacyConfig(
             target_epsilon=self.epsilon, target_delta=1e-5, expected_batch_size=self.batch, clipping_norm=clipping_norm
         )
-        return make_plan(config, num_examples=NUM_TRAIN, num_steps=self.num_steps + (self.variant == "histogram"))
+        return make_plan(config, num_examples=NUM_TRAIN, num_steps=self.num_steps + (self.variant in QUERIES))
 
 
 class Adapted(nn.Module):
@@ -75,11 +86,12 @@ class Adapted(nn.Module):
         self.down, self.up = nn.Linear(sizes[0], RANK, bias=False), nn.Linear(RANK, sizes[1], bias=False)
         self.down.requires_grad_(variant not in ("frozen A", "tangent"))
         nn.init.zeros_(self.up.weight)
+        if variant in ("orthonormal A", "tangent"):
+            self.down.weight.data = torch.linalg.qr(self.down.weight.data.T)[0].T.contiguous()
         self.rows = self.columns = None
         if variant == "tangent":
             self.rows, self.columns = nn.Linear(sizes[0], RANK, bias=False), nn.Linear(RANK, sizes[1], bias=False)
             self.columns.requires_grad_(False)
-            self.down.weight.data = torch.linalg.qr(self.down.weight.data.T)[0].T.contiguous()
             nn.init.zeros_(self.rows.weight)
             nn.init.zeros_(self.columns.weight)
 
@@ -159,18 +171,20 @@ def _tangents(one: Adapted) -> tuple[nn.Parameter, nn.Parameter]:
 
 
 class Task:
-    """Outputs of the frozen layers for phrases to train on and to test on, and sentences to test on."""
+    """Outputs of the frozen layers for phrases to train on and to test on, sentences to test on, and public ones."""
 
-    def __init__(self, data: Path, model: Path):
+    def __init__(self, data: Path, public: Path, model: Path):
         self._model = model
         tokenizer = AutoTokenizer.from_pretrained(model)
         phrases, labels = texts.sst2(data / "train.tsv")
         order = np.random.default_rng(39).permutation(len(phrases))[: NUM_TRAIN + NUM_TEST]
         sentences, theirs = texts.sst2(data / "dev.tsv")
-        all_texts = [*(phrases[i] for i in order), *sentences]
+        reviews, of_reviews = public_sentences(public / "train.jsonl.gz")
+        all_texts = [*(phrases[i] for i in order), *sentences, *reviews]
         self._ids = [torch.tensor(ids) for ids in tokenizer(all_texts, truncation=True, max_length=66)["input_ids"]]
-        self.labels = torch.tensor([*(labels[i] for i in order), *theirs])
+        self.labels = torch.tensor([*(labels[i] for i in order), *theirs, *of_reviews])
         self.states = list(self._ids)
+        self.public = np.arange(len(self._ids) - NUM_PUBLIC, len(self._ids))
         below = self.model().bert
         below.encoder.layer = below.encoder.layer[:-1]
         for rows in self.parts(np.arange(len(self._ids))):
@@ -217,6 +231,16 @@ class Task:
         )
 
 
+def public_sentences(path: Path) -> tuple[list[str], list[int]]:
+    """Sentences of 3 to 40 words, in random order, with the labels of their reviews."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        reviews = [json.loads(line) for line in file]
+    pairs = [(one, row["label"]) for row in reviews for one in re.split(r"(?<=[.!?])\s+|\n", row["text"])]
+    pairs = [pair for pair in pairs if 3 <= len(pair[0].split()) <= 40]
+    order = np.random.default_rng(39).permutation(len(pairs))[:NUM_PUBLIC]
+    return [pairs[i][0] for i in order], [pairs[i][1] for i in order]
+
+
 def train(run: Run, task: Task) -> dict[str, Any]:
     """Accuracy on held-out phrases, and on the sentences of the development set."""
     began = time.process_time()
@@ -225,6 +249,9 @@ def train(run: Run, task: Task) -> dict[str, Any]:
     plan, keys = run.plan(), seeded_keys(run.seed)
     if run.variant == "histogram":
         plan = run.plan(median_norm(model, task, plan, keys[0], run.seed))
+    if run.variant.endswith("public text"):
+        query = (plan, keys[0], run.seed) if run.variant in QUERIES else None
+        learn_public(model, task, task.public if query is None else most_alike(task, *query), run.seed)
     engine = make_engine(model, plan.clipper)
     sums = EngineSums(engine, partial(task.losses_in_parts, model))
     optimizer = make_optimizer(run, model)
@@ -234,7 +261,7 @@ def train(run: Run, task: Task) -> dict[str, Any]:
             group["lr"] = rate * [*falling(run.num_steps), 0.0][step]
     return {
         "accuracy": task.accuracy(model, NUM_TRAIN, NUM_TRAIN + NUM_TEST),
-        "sentences": task.accuracy(model, NUM_TRAIN + NUM_TEST, len(task.labels)),
+        "sentences": task.accuracy(model, NUM_TRAIN + NUM_TEST, len(task.labels) - NUM_PUBLIC),
         "clipping_norm": plan.config.clipping_norm,
         "clipped": sums.seen.num_clipped / sums.seen.num_records,
         "noise_multiplier": plan.noise_multiplier,
@@ -268,29 +295,54 @@ def median_norm(model: nn.Module, task: Task, plan: PrivacyPlan, key: bytes, see
     return float(EDGES[1:][np.argmax(noisy.cumsum() >= noisy.sum() / 2)])
 
 
+def most_alike(task: Task, plan: PrivacyPlan, key: bytes, seed: int) -> np.ndarray:
+    """Public rows in the order of a linear classifier: the noisy mean of a draw in whitened features of norm 1."""
+    means = torch.stack([state_TD.mean(0) for state_TD in task.states])
+    public = means[task.public]
+    whiten = torch.linalg.inv(torch.linalg.cholesky(torch.cov(public.T) + 1e-4 * torch.eye(means.shape[1])))
+    x = nn.functional.normalize((means - public.mean(0)) @ whiten.T)
+    total = x[plan.sampler.draw(key, plan.num_steps)].sum(0).numpy()
+    noise = np.random.default_rng([seed, 1]).normal(0, plan.noise_multiplier, len(total))
+    return task.public[np.argsort(-x[task.public].numpy() @ (total + noise))]
+
+
+def learn_public(model: TopLayer, task: Task, rows: np.ndarray, seed: int) -> None:
+    """Two passes over the first `NUM_CHOSEN` rows, in batches of 64, without privacy."""
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    for generator in (np.random.default_rng([seed, i]) for i in range(2)):
+        for batch in np.array_split(generator.permutation(rows[:NUM_CHOSEN]), NUM_CHOSEN // 64):
+            optimizer.zero_grad()
+            task.losses(model, batch.tolist()).mean().backward()
+            optimizer.step()
+
+
 def compute(given: argparse.Namespace) -> dict[str, Any]:
-    task = Task(given.data, given.model)
+    task = Task(given.data, given.public, given.model)
     runs = KeptRuns(given.output_dir / "lora.jsonl", lambda run: train(run, task))
-    rows: list[dict[str, Any]] = []
-    for variant in VARIANTS:
-        run = Run(variant=variant, epsilon=given.epsilon, batch=given.batch, num_steps=given.num_steps)
-        tried = runs.rates(run, START_RATE, (TUNING_SEED,), "accuracy")
-        of_seeds = runs.of_seeds(dataclasses.replace(run, rate=best_of(tried)), range(given.num_seeds))
-        row = {"variant": variant, "epsilon": given.epsilon, "tried": labelled(tried)}
-        row |= {name: [result[name] for result in of_seeds] for name in of_seeds[0] if name != "run"}
-        for name in ("accuracy", "sentences") if rows else ():
-            mean, half = interval(percent(row[name]) - percent(rows[0][name]))
-            row[f"{name}_gain"] = {"mean": mean, "half_of_95_interval": half}
-        rows.append(row)
-    return {"rows": rows}
+    rows: dict[tuple[str | None, float], dict[str, Any]] = {}
+    for epsilon in given.epsilon:
+        for variant in given.variants:
+            against = AGAINST[variant]
+            run = Run(variant=variant, epsilon=epsilon, batch=given.batch, num_steps=given.num_steps)
+            tried = runs.rates(run, START_RATE, (TUNING_SEED,), "accuracy")
+            of_seeds = runs.of_seeds(dataclasses.replace(run, rate=best_of(tried)), range(given.num_seeds))
+            row = {"variant": variant, "against": against, "epsilon": epsilon, "tried": labelled(tried)}
+            row |= {name: [result[name] for result in of_seeds] for name in of_seeds[0] if name != "run"}
+            for name in ("accuracy", "sentences") if against else ():
+                mean, half = interval(percent(row[name]) - percent(rows[against, epsilon][name]))
+                row[f"{name}_gain"] = {"mean": mean, "half_of_95_interval": half}
+            rows[variant, epsilon] = row
+    return {"rows": list(rows.values())}
 
 
 main = experiment(
     "lora",
     compute,
     data=Folder("folder with train.tsv and dev.tsv of SST-2"),
+    public=Folder("folder with train.jsonl.gz of IMDB"),
     model=Folder("BERT with pooler, as transformers saves it"),
-    epsilon=8.0,
+    variants=list(AGAINST),
+    epsilon=[8.0, 3.0],
     batch=1377,
     num_steps=24,
     num_seeds=5,
