@@ -157,10 +157,10 @@ SECTIONS = {
     "LoRA": (adapters, ["lora.json"]),
     "The last-iterate bound": (last_iterate, ["convergent_utility.json"]),
 }  # fmt: skip
-# results whose code was removed, because nothing was gained: the last commit that has it
+# results whose code was removed, because nothing or little was gained: the last commit that has it
 CODE = dict.fromkeys(
     ("one_query_top_layer.json", "doppler_top_layer.json", "subspace_task.json", "convergent_utility.json"), "79152dd"
-) | {"doppler_regimes.json": "cfa1584"}
+) | {"doppler_regimes.json": "cfa1584", "lora.json": "0b13f66"}
 HEAD = """# What pays where
 
 Each row compares a method with a tuned baseline: the difference in test accuracy, in points, with half of its 95 %
