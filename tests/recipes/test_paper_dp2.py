@@ -14,7 +14,7 @@ from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
 from hf_dpopt.run.keys import fixed_chain
 from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.run.step import private_step
-from recipes.paper.dp2 import data, stale, training
+from recipes.paper.dp2 import data, training
 from recipes.paper.dp2.training import Method, Setting
 
 pytestmark = pytest.mark.slow
@@ -119,44 +119,3 @@ def test_the_loop_is_private_step(case, task, tmp_path):
     run.close()
     assert found.weight.abs().max() > 0
     assert torch.equal(found.weight, model.weight) and torch.equal(found.bias, model.bias)
-
-
-# --- a stale preconditioner, without privacy (Figure 2) ---
-
-
-def step_by_step(task, run, num_steps: int, batch: int) -> torch.nn.Linear:
-    """Float64, from the list of all gradients so far."""
-    model, generator = task.model().double(), torch.Generator().manual_seed(run.seed)
-    past, moment = [], 0.0
-    for step in range(num_steps):
-        features, labels = task.train.batch(torch.randint(len(task.train), (batch,), generator=generator))
-        loss = task.losses(model(features.double()), labels).mean()
-        past.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]))
-        if step % run.delay == 0:
-            latest = torch.stack(past[-run.delay :]).mean(0)
-            moment = 0.9 * moment + 0.1 * latest.square()
-            divisor = moment.sqrt() + run.floor
-        update = run.rate * past[-1] / divisor
-        with torch.no_grad():
-            model.weight -= update[: model.weight.numel()].view_as(model.weight)
-            model.bias -= update[-1:]
-    return model
-
-
-@pytest.mark.parametrize("delay", [1, 3])
-def test_a_stale_preconditioner_is_made_of_the_mean_of_the_last_gradients(task, delay):
-    """With a delay of 1 it is RMSProp, as torch has it."""
-    run = stale.Run(delay, rate=0.01, floor=1e-3, seed=4)
-    model = step_by_step(task, run, 10, 8)
-    words, labels = task.train.batch(torch.arange(len(task.train)))
-    want = float(task.losses(model(words.double()), labels).mean())
-    assert stale.train(task, run, num_steps=10, batch=8)["loss"] == pytest.approx(want, rel=1e-5)
-    if delay == 1:
-        other, generator = task.model(), torch.Generator().manual_seed(4)
-        optimizer = torch.optim.RMSprop(other.parameters(), lr=0.01, alpha=0.9, eps=1e-3)
-        for _ in range(10):
-            features, of = task.train.batch(torch.randint(len(task.train), (8,), generator=generator))
-            optimizer.zero_grad()
-            task.losses(other(features), of).mean().backward()
-            optimizer.step()
-        assert torch.allclose(model.weight.float(), other.weight, rtol=1e-4, atol=1e-6)
