@@ -177,6 +177,7 @@ def main(argv: list[str]) -> None:
     scores = {"rows": len(kept), "distance_of_clusters": cluster_distance(clusters[kept], counts["cluster"])}
     scores["distance_of_clusters_before_resampling"] = cluster_distance(clusters, counts["cluster"])
     rows, embeddings = rows.take(kept), embeddings[kept]
+    written = write_rows(args, training_args, controls, rows)  # before the scores: if one fails, the rows are there
     held_out = [] if test is None else [" ".join(str(text).split()) for text in test.columns[args.text_column]]
     scores |= public_scores(rows.texts, held_out)
     exact, test_embeddings = {}, embed(held_out, encoder) if held_out else embeddings[:0]
@@ -190,7 +191,7 @@ def main(argv: list[str]) -> None:
             exact["accuracy_of_real"] = accuracy(train_embeddings, cells["controls"], test_embeddings, wanted)
     exact |= private_scores(rows.texts, texts, embeddings, train_embeddings, test_embeddings)
     privacy = running.privacy_line(trainer)
-    written = write_dataset(args, training_args, controls, rows, card_of(args, model_args, rows, scores, privacy))
+    written.with_name("README.md").write_text(card_of(args, model_args, rows, scores, privacy), encoding="utf-8")
     private = keep_private(training_args, exact)
     lines = [("model", str(model_args.model_name_or_path)), ("rows", f"{len(rows.texts)} in {written}")]
     if "accuracy_of_synthetic" in scores:
@@ -382,10 +383,8 @@ def cluster_distance(clusters: np.ndarray, counts: np.ndarray) -> float:
 # --- what is written -------------------------------------------------------------------------------------------------
 
 
-def write_dataset(
-    args: SyntheticArguments, training_args: DPSFTConfig, controls: Controls, rows: Rows, card: str
-) -> Path:
-    """Write rows, card and statement into a folder that can be published by itself; return the file of the rows."""
+def write_rows(args: SyntheticArguments, training_args: DPSFTConfig, controls: Controls, rows: Rows) -> Path:
+    """Write rows and statement into a folder that can be published by itself; return the file of the rows."""
     folder = Path(training_args.output_dir) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"synthetic.{args.file_format}"
@@ -393,7 +392,6 @@ def write_dataset(
     values = zip(*(controls.values[cell] for cell in rows.cells.tolist()), strict=True)
     table = Dataset.from_dict(dict(zip(names, (rows.texts, *values), strict=True)))
     table.to_csv(path) if args.file_format == "csv" else table.to_json(path, force_ascii=False)
-    (folder / "README.md").write_text(card, encoding="utf-8")
     statement = Path(training_args.output_dir) / "privacy" / "statement.md"
     if not args.non_private:
         shutil.copyfile(statement, folder / "statement.md")

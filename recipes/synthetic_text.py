@@ -248,15 +248,16 @@ def resample(
         rows: synthetic rows, more than are wanted.
         clusters: cluster of each.
         counts: those of "controls" and "cluster".
-        num_rows: rows wanted; fewer are returned where a cell has too few.
+        num_rows: rows wanted; fewer are returned where a cell has too few. One without any leaves its share to others.
 
     Returns:
-        Places of the chosen rows, in a random order.
+        Places of the chosen rows, at least one, in a random order.
     """
     made = np.bincount(clusters, minlength=len(counts["cluster"])) / max(1, len(clusters))
     weights = (shares(counts["cluster"]) + 1e-9)[clusters] / made[clusters]
     keys = rng.exponential(size=len(clusters)) / weights  # the smallest are a weighted draw without replacement
-    wanted = num_rows * shares(counts["controls"])
+    is_sampled = np.bincount(rows.cells, minlength=len(counts["controls"])) > 0
+    wanted = num_rows * shares((counts["controls"] + 1e-9) * is_sampled)
     quotas = np.floor(wanted).astype(int)
     quotas[np.argsort(quotas - wanted)[: num_rows - quotas.sum()]] += 1
     chosen = []

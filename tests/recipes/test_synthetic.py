@@ -99,6 +99,18 @@ def test_one_command_writes_rows_card_statement_and_scores(folder, capsys):
     assert 0 <= scores["accuracy_of_synthetic"] <= 100 and f"{scores['accuracy_of_synthetic']:.1f} %" in printed
 
 
+def test_rows_are_written_before_the_scores(folder, monkeypatch):
+    """They are paid for: a score that fails must not take them along."""
+
+    def fails(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(synthetic, "public_scores", fails)
+    with pytest.raises(MemoryError):
+        synthetic.run(words())
+    assert Path("out/dataset/synthetic.jsonl").stat().st_size and Path("out/dataset/statement.md").exists()
+
+
 def test_exact_comparisons_with_records_stay_private(folder, capsys):
     assert synthetic.run(words()) == 0
     [private] = Path("keys").glob("work/*/evaluation.json")
@@ -351,6 +363,15 @@ def test_resampling_takes_what_there_is():
     rows = Rows(["a", "b"], np.array([0, 0]))
     counts = {"controls": np.array([0, 0]), "cluster": np.array([0])}
     assert sorted(resample(rows, np.array([0, 0]), counts, 4, np.random.default_rng(0))) == [0, 1]
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_cell_without_rows_leaves_its_share_to_others(num_rows):
+    """One row was asked for, of the cell that no text had: none was kept."""
+    rows = Rows(["a", "b", "c"], np.array([1, 1, 1]))
+    counts = {"controls": np.array([9, 0, 5]), "cluster": np.array([3])}
+    kept = resample(rows, np.zeros(3, int), counts, num_rows, np.random.default_rng(0))
+    assert len(set(kept)) == num_rows and rows.take(kept).cells.tolist() == [1] * num_rows
 
 
 def test_scores():
