@@ -136,12 +136,12 @@ def last_iterate(found: dict) -> Iterator[Effect]:
         yield without_pairs("last-iterate bound", "composition", f"head on features, {task}", epsilon, *best)
 
 
-def adapters(found: dict) -> Iterator[Effect]:
-    """Changes of LoRA."""
-    for row in found["rows"][1:]:
+def adapters(changes: dict, public: dict) -> Iterator[Effect]:
+    """Changes of LoRA, and public text before it."""
+    for row in [*changes["rows"][1:], *public["rows"][1:]]:
         gain = row["accuracy_gain"]["mean"], row["accuracy_gain"]["half_of_95_interval"]
         method = OF_LORA.get(row["variant"], row["variant"])
-        yield Effect(method, "LoRA", f"{TOP_LAYER}, 10,000 phrases", row["epsilon"], *gain)
+        yield Effect(method, row.get("against", "LoRA"), f"{TOP_LAYER}, 10,000 phrases", row["epsilon"], *gain)
 
 
 SECTIONS = {
@@ -154,13 +154,13 @@ SECTIONS = {
     ),
     "Low-pass filters": (low_pass, ["doppler_top_layer.json", "doppler_from_scratch.json", "doppler_regimes.json"]),
     "Public subspaces": (subspaces, ["subspace_task.json"]),
-    "LoRA": (adapters, ["lora.json"]),
+    "LoRA": (adapters, ["lora.json", "lora_public.json"]),
     "The last-iterate bound": (last_iterate, ["convergent_utility.json"]),
 }  # fmt: skip
 # results whose code was removed, because nothing or little was gained: the last commit that has it
 CODE = dict.fromkeys(
     ("one_query_top_layer.json", "doppler_top_layer.json", "subspace_task.json", "convergent_utility.json"), "79152dd"
-) | {"doppler_regimes.json": "cfa1584", "lora.json": "0b13f66"}
+) | {"doppler_regimes.json": "cfa1584", "lora.json": "0b13f66", "lora_public.json": "1c55738"}
 HEAD = """# What pays where
 
 Each row compares a method with a tuned baseline: the difference in test accuracy, in points, with half of its 95 %

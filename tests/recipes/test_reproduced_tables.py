@@ -199,8 +199,15 @@ def test_posts_of_stack_exchange():
     assert checked == len(paper) + len(small)
 
 
-def test_changes_of_lora():
-    rows, cells = load("lora")["rows"], table("## Four changes of private LoRA")
+@pytest.mark.parametrize(
+    ("name", "heading"),
+    [
+        ("lora", "## Four changes of private LoRA"),
+        ("lora_public", "### Public text before LoRA, chosen by a private classifier"),
+    ],
+)
+def test_changes_of_lora(name, heading):
+    rows, cells = load(name)["rows"], table(heading)
     assert len(cells) == 3 * len(rows)
     for row in rows:
         assert cells[row["variant"], "rate"] == max(row["tried"], key=row["tried"].get)
