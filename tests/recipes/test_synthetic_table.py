@@ -1,0 +1,370 @@
+"""`recipes/synthetic.py` on tables: a schema that the user writes, rows as text and back, one command to a table."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GPT2Config, GPT2LMHeadModel
+
+pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test]'")
+
+from hf_dpopt import DPConfigError
+from hf_dpopt.report.report import read_report
+from hf_dpopt.verify import FAILED, verify
+from recipes import synthetic
+from recipes.embedded.build import make_gpt2_tokenizer
+from recipes.histogram import FOLDER
+from recipes.synthetic_table import PROMPT
+from recipes.synthetic_text import rake
+from recipes.table_schema import Column, Schema
+from recipes.tables import Table
+
+CITIES = ["Bonn", "Köln, Porz", "Ulm"]
+SCHEMA: dict[str, dict[str, Any]] = {
+    "age": {"type": "integer", "min": 20, "max": 29},
+    "weight": {"type": "number", "min": 50, "max": 80, "optional": True},
+    "city": {"type": "category", "values": CITIES},
+    "sick": {"type": "category", "values": ["no", "yes"]},
+}
+WEIGHTS = ("61.5", "70.0", "")
+
+
+def record(i: int) -> list[str]:
+    return [str(20 + i % 10), WEIGHTS[i % 3], CITIES[i * 7 % 3], ("no", "yes")[i // 5 % 2]]
+
+
+def schema_of(described: dict[str, Any] | str) -> Schema:
+    Path("s.json").write_text(described if isinstance(described, str) else json.dumps(described))
+    return Schema.of_file("s.json")
+
+
+def write(name: str, start: int, end: int, header: str = "age,weight,city,sick,person") -> str:
+    with Path(name).open("w", newline="") as file:
+        csv.writer(file).writerows([header.split(","), *([*record(i), f"p{i % 20}"] for i in range(start, end))])
+    return name
+
+
+def save_model(folder: Path) -> None:
+    """A language model of rows that are drawn from the schema alone: of each column any value."""
+    schema, rng = schema_of(SCHEMA), np.random.default_rng(0)
+    rows = [
+        schema.write((int(age), weight, city, sick))
+        for age, weight, city, sick in zip(
+            rng.integers(20, 30, 400), rng.choice([61.5, 70.0, None], 400), rng.choice(CITIES, 400),
+            rng.choice(["no", "yes"], 400), strict=True,
+        )
+    ]  # fmt: skip
+    tokenizer = make_gpt2_tokenizer([f"{PROMPT} {row}" for row in rows])
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=64, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    ids = [tokenizer(f"{PROMPT} {row}")["input_ids"] + [0] for row in rows]
+    for step in range(150):
+        some = [torch.tensor(ids[i]) for i in range(step % 25 * 16, step % 25 * 16 + 16)]
+        batch = torch.nn.utils.rnn.pad_sequence(some, batch_first=True, padding_value=-100)
+        model(input_ids=batch.clamp(min=0), labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(made)
+        save_model(made / "model")
+    return made / "model"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, model) -> Path:
+    """A schema and two files in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    FLAGS["model_name_or_path"] = str(model)
+    Path("schema.json").write_text(json.dumps(SCHEMA))
+    write("train.csv", 0, 60)
+    write("test.csv", 60, 85)
+    return tmp_path
+
+
+FLAGS = {
+    "train_file": "train.csv", "validation_file": "test.csv", "eval_data_privacy": "public", "schema": "schema.json",
+    "label_column": "sick", "num_rows": "30", "target_epsilon": "8", "target_delta": "1e-3", "max_steps": "1",
+    "expected_batch_size": "20", "learning_rate": "1e-4", "use_peft": "true", "lora_r": "2",
+    "lora_target_modules": "all-linear", "report_to": "none", "save_strategy": "no", "max_length": "64",
+    "output_dir": "out", "private_state_dir": "keys", "use_cpu": "true",
+}  # fmt: skip
+
+
+def words(**changes: str | None) -> list[str]:
+    flags = {name: value for name, value in (FLAGS | changes).items() if value is not None}
+    return [word for name, value in flags.items() for word in (f"--{name}", value)]
+
+
+# --- one command -----------------------------------------------------------------------------------------------------
+
+
+def test_one_command_makes_a_table_of_the_schema(folder, capsys):
+    assert synthetic.run(words()) == 0, capsys.readouterr().err
+    printed = capsys.readouterr().out
+    with Path("out/dataset/synthetic.csv").open(newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header == list(SCHEMA) and len(rows) == 30
+    for age, weight, city, sick in rows:
+        assert age.isdigit() and 20 <= int(age) <= 29 and city in CITIES and sick in ("no", "yes")
+        assert not weight or 50 <= float(weight) <= 80
+    assert len({row[0] for row in rows}) > 1 and len({row[2] for row in rows}) > 1
+    scores = json.loads(Path("out/evaluation.json").read_text())
+    share = scores["share_that_fits_the_schema"]
+    assert 0 < share <= 1 and f"{share:.1%} of the sampled rows fit the schema" in printed
+    assert {f"distance_of_{name}_from_{of}" for name in SCHEMA for of in ("counts", "held_out_rows")} <= scores.keys()
+    assert 0 <= scores["accuracy_of_synthetic"] <= 100
+    card = Path("out/dataset/README.md").read_text()
+    assert f"| share that fits the schema | {share:.4g} |" in card and "`age`, `weight`, `city`, `sick`" in card
+    assert 7.5 < read_report("out").epsilon <= 8
+    assert "public schema" in Path("out/privacy/statement.md").read_text()
+    for path in (Path("out"), Path("out") / FOLDER):
+        assert not [check for check in verify(path).checks if check.status == FAILED]
+    [private] = Path("keys").glob("work/*/evaluation.json")
+    exact = json.loads(private.read_text())
+    assert {"accuracy_of_real", "copies_of_whole_records"} <= exact.keys()
+    assert not [name for name in exact if name.replace("_", " ") in card or name in printed or name in scores]
+
+
+def test_users_and_json_lines_keep_their_types(folder, capsys):
+    schema = SCHEMA | {"sick": {"type": "category", "values": [False, True]}}
+    Path("schema.json").write_text(json.dumps(schema))
+    rows = [dict(zip(SCHEMA, record(i), strict=True), sick=i % 2 == 0, person=i % 20) for i in range(60)]
+    Path("train.jsonl").write_text("".join(json.dumps(row | {"age": int(row["age"])}) + "\n" for row in rows))
+    of_users = {"privacy_unit": "user", "user_id_column": "person", "expected_batch_size": "8"}
+    flags = words(train_file="train.jsonl", validation_file=None, label_column=None, **of_users)
+
+    def sampled(model, tokenizer, prompts, *_):
+        texts = [
+            "age: 21, weight: ?, city: Ulm, sick: True",
+            "age: 21, weight: 60",
+            "age: 22, weight: 61.5, city: Bonn, sick: False",
+        ]
+        return [(texts[i % 3], True) for i in range(len(prompts))]
+
+    with pytest.MonkeyPatch.context() as patch:  # this model knows no such rows
+        patch.setattr("recipes.synthetic_table.sample", sampled)
+        assert synthetic.run(flags) == 0, capsys.readouterr().err
+    made = [json.loads(line) for line in Path("out/dataset/synthetic.jsonl").open()]
+    assert {type(row["sick"]) for row in made} == {bool} and {row["weight"] for row in made} == {None, 61.5}
+    assert json.loads(Path("out/evaluation.json").read_text())["share_that_fits_the_schema"] == pytest.approx(
+        2 / 3, abs=0.01
+    )
+    assert read_report("out").plan["num_examples"] == 20
+
+
+def test_no_row_that_fits_ends_in_one_line_and_keeps_the_model(folder, capsys, monkeypatch):
+    monkeypatch.setattr(
+        "recipes.synthetic_table.sample", lambda model, tokenizer, prompts, *_: [("?", True)] * len(prompts)
+    )
+    assert synthetic.run(words(num_rows="2")) == 2
+    last = capsys.readouterr().err.rstrip().splitlines()[-1]
+    assert last.startswith("error: schema=schema.json: none of 9 sampled rows fits it.") and "stays spent" in last
+    assert Path("out/adapter_model.safetensors").exists()
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def _schema(**changes: Any) -> dict[str, str]:
+    Path("odd.json").write_text(json.dumps({name: one for name, one in (SCHEMA | changes).items() if one is not None}))
+    return {"schema": "odd.json"}
+
+
+def _text(text: str) -> dict[str, str]:
+    Path("odd.json").write_text(text)
+    return {"schema": "odd.json"}
+
+
+BAD = {  # what is wrong -> how to make it, part of the message
+    "no schema": (lambda: {"schema": None, "label_column": None}, '"weight": {"type": "one of integer, number, '),
+    "no such schema": (lambda: {"schema": "nothere.json"}, "schema=nothere.json: cannot be read"),
+    "no JSON": (lambda: _text("age: integer"), "schema=odd.json: cannot be read"),
+    "no columns": (lambda: _text("[]"), "schema=odd.json: has no columns"),
+    "a draft": (lambda: _schema(age={"type": "one of integer"}), "column 'age' has no type"),
+    "no description": (lambda: _schema(age="integer"), "column 'age' has no type"),
+    "no range": (lambda: _schema(age={"type": "integer", "min": 1}), "Give it type, min, max; it may have optional"),
+    "another key": (lambda: _schema(sick={"type": "text", "most": 9}), "has the keys type, most. Give it type;"),
+    "range upside down": (lambda: _schema(age={"type": "integer", "min": 9, "max": 1}), "'age': min and max must be"),
+    "range of fractions": (lambda: _schema(age={"type": "integer", "min": 0.5, "max": 9}), "of type integer"),
+    "endless range": (lambda: _text('{"age": {"type": "number", "min": 0, "max": Infinity}}'), "of type number"),
+    "optional, perhaps": (lambda: _schema(age=SCHEMA["age"] | {"optional": "no"}), "optional must be true or false"),
+    "one value twice": (lambda: _schema(sick={"type": "category", "values": [1, "1"]}), "'sick': values must be"),
+    "no values": (lambda: _schema(sick={"type": "category", "values": []}), "'sick': values must be"),
+    "values of a string": (lambda: _schema(sick={"type": "category", "values": "yes"}), "'sick': values must be"),
+    "a column that there is not": (lambda: _schema(height=SCHEMA["age"]), "no column 'height' (--schema)"),
+    "users are published": (
+        lambda: _schema(person={"type": "text"}) | {"privacy_unit": "user", "user_id_column": "person"},
+        "column 'person' has the users",
+    ),
+    "an unknown value": (
+        lambda: _schema(city={"type": "category", "values": ["Bonn", "Ulm"]}), "train.csv, line 3: 'city' is missing, or"
+    ),
+    "a missing value": (lambda: _schema(weight={"type": "number", "min": 1, "max": 99}), "line 4: 'weight' is missing"),
+    "words for a number": (lambda: _schema(city={"type": "number", "min": 1, "max": 99}), "line 2: 'city' is missing"),
+    "label of numbers": (lambda: {"label_column": "age"}, "label_column=age: must be a category"),
+    "label without held-out rows": (lambda: {"validation_file": None}, "label_column=sick: must be a category"),
+    "label without a schema": (lambda: {"schema": None, "text_column": "city"}, "label_column=sick: needs a schema"),
+    "control columns": (lambda: {"control_columns": "sick"}, "control_columns: is for texts"),
+    "public text": (lambda: {"public_file": "test.csv"}, "public_file: is for texts"),
+    "no room for a row": (lambda: {"max_length": "12"}, "max_length=12: control codes and a row such as 'age: 20, "),
+    "nobody said whose": (lambda: {"eval_data_privacy": None}, "Add --eval_data_privacy public"),
+    "a ledger without room": (
+        lambda: {"privacy_ledger": "people.json", "privacy_ledger_epsilon": "4"}, "privacy_ledger=people.json: counts"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_end_well_is_refused_before_anything_is_charged(folder, capsys, name):
+    made, says = BAD[name]
+    assert synthetic.run(words(**made())) == 2
+    last = capsys.readouterr().err.rstrip().splitlines()[-1]  # progress of loading comes before it
+    assert last.startswith("error: ") and says in last
+    assert not [value for value in ("61.5", "Porz", "p1") if value in last] or "such as" in last  # of records
+    assert not list(Path().rglob("ledger*")) and not Path("people.json").exists() and not list(Path().glob("keys/*/*"))
+
+
+def test_training_records_are_no_held_out_rows(folder, capsys):
+    """Texts tell rows apart; short rows of few values are alike by nature."""
+    schema = {"age": SCHEMA["age"], "note": {"type": "text"}}
+    Path("schema.json").write_text(json.dumps(schema))
+    rows = [f"{20 + i % 10},came for the {i}th time" for i in range(60)]
+    Path("train.csv").write_text("\n".join(["age,note", *rows]))
+    Path("test.csv").write_text("\n".join(["age,note", *rows[30:]]))
+    assert synthetic.run(words(label_column=None, max_length="128")) == 2
+    assert "The evaluation dataset is the training dataset" in capsys.readouterr().err and not Path("out").exists()
+
+
+# --- the parts -------------------------------------------------------------------------------------------------------
+
+TEXTS = st.one_of(st.text(), st.text(alphabet='",:?\\\n\r\t \u2028né{}[]|age', max_size=12))
+NAMES = st.one_of(st.sampled_from(["age", "home town", "?"]), TEXTS)
+ANY_COLUMN = st.one_of(
+    st.builds(lambda optional: {"type": "text", "optional": optional}, st.booleans()),
+    st.builds(
+        lambda values, optional: {"type": "category", "values": values, "optional": optional},
+        st.lists(st.one_of(TEXTS.filter(bool), st.integers(), st.booleans()), min_size=1, max_size=4, unique_by=str),
+        st.booleans(),
+    ),
+    *(
+        st.builds(
+            lambda ends, optional, kind=kind: {"type": kind, "min": min(ends), "max": max(ends), "optional": optional},
+            st.lists(numbers, min_size=2, max_size=2, unique=True),
+            st.booleans(),
+        )
+        for kind, numbers in (
+            ("integer", st.integers(-(2**52), 2**52)),
+            ("number", st.floats(-1e15, 1e15, allow_nan=False)),
+        )
+    ),
+)
+
+
+def values_of(column: Column) -> st.SearchStrategy:
+    found = {
+        "text": TEXTS.filter(lambda text: bool(text) or not column.optional),
+        "category": st.sampled_from(column.values or [None]),
+        "integer": st.integers(int(column.min), int(column.max)),
+        "number": st.floats(float(column.min), float(column.max)),
+    }[column.type]
+    return st.one_of(st.none(), found) if column.optional else found
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_row_to_text_to_row_is_the_identity(tmp_path_factory, data):
+    described = data.draw(st.dictionaries(NAMES, ANY_COLUMN, min_size=1, max_size=4))
+    path = tmp_path_factory.getbasetemp() / "any.json"
+    path.write_text(json.dumps(described))
+    schema = Schema.of_file(str(path))
+    row = data.draw(st.tuples(*map(values_of, schema.columns)))
+    back = schema.parse(schema.write(row))
+    assert back == row and [*map(type, back)] == [*map(type, row)]
+    assert schema.parse(schema.example) is not None
+    for column, value in zip(schema.columns, row, strict=True):
+        assert column.fit(value) == value and 0 <= column.cell(value) < column.num_cells
+
+
+def test_a_row_in_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    schema = schema_of(SCHEMA | {"note": {"type": "text"}})
+    row = (23, 61.5, "Köln, Porz", "no", 'said "no",\ntwice')
+    assert schema.write(row) == r'age: 23, weight: 61.5, city: "Köln, Porz", sick: no, note: "said \"no\",\ntwice"'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "age: 30, weight: ?, city: Ulm, sick: no", "age: 19, weight: ?, city: Ulm, sick: no",
+        "age: 2.5, weight: ?, city: Ulm, sick: no", "age: ?, weight: ?, city: Ulm, sick: no",
+        "age: 25, weight: 1e99, city: Ulm, sick: no", "age: 25, weight: nan, city: Ulm, sick: no",
+        "age: 25, weight: ?, city: Rom, sick: no", "age: 25, weight: ?, city: Köln, Porz, sick: no",
+        "age: 25, weight: ?, city: Ulm", "age: 25, weight: ?, city: Ulm, sick: no, sick: no",
+        "weight: ?, age: 25, city: Ulm, sick: no", "age: ２５, weight: ?, city: Ulm, sick: no", "",
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_not_parsed(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    schema = schema_of(SCHEMA)
+    assert schema.parse("age: 25, weight: ?, city: Ulm, sick: no") == (25, None, "Ulm", "no")
+    assert schema.parse(text) is None
+
+
+def test_a_record_is_made_to_fit_by_itself(tmp_path, monkeypatch):
+    """Clipped to a range, missing where that may be: what a row becomes depends on no other row."""
+    monkeypatch.chdir(tmp_path)
+    schema = schema_of(SCHEMA)
+    given = [[" 31", "-1e5", "Ulm", "no"], ["20.0", "heavy", "Bonn", "yes"], [25, None, "Ulm", "no"]]
+    fitted = [(29, 50.0, "Ulm", "no"), (20, None, "Bonn", "yes"), (25, None, "Ulm", "no")]
+
+    def rows(some: list) -> list:
+        return schema.rows(Table("t", dict(zip(SCHEMA, zip(*some, strict=True), strict=True))))
+
+    assert rows(given) == fitted
+    assert [rows([row]) for row in given] == [[row] for row in fitted]
+    for bad in ("25.5", "True", "", None, "nan"):
+        with pytest.raises(DPConfigError, match="row 2: 'age' is missing, or is not what the schema says"):
+            rows([given[0], [bad, "60", "Ulm", "no"]])
+
+
+def test_every_column_has_a_histogram(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    schema = schema_of(SCHEMA | {"few": {"type": "integer", "min": 1, "max": 3}, "note": {"type": "text"}})
+    assert schema.sizes == {"age": 10, "weight": 11, "city": 3, "sick": 2, "few": 3, "note": 15}
+    cells = schema.cells(
+        [(20, 50.0, "Bonn", "no", 1, ""), (29, 80.0, "Ulm", "yes", 3, "w " * 300), (21, None, "Ulm", "no", 2, "a")]
+    )
+    assert cells == {
+        "age": [0, 9, 1], "weight": [0, 9, 10], "city": [0, 2, 2], "sick": [0, 1, 0], "few": [0, 2, 1], "note": [0, 14, 0],
+    }  # fmt: skip
+
+
+def test_raking_gives_each_column_its_shares():
+    rng = np.random.default_rng(0)
+    first = rng.integers(2, size=2000)
+    second = np.where(rng.random(2000) < 0.7, first, rng.integers(3, size=2000))
+    wanted = [np.array([0.8, 0.2]), np.array([0.1, 0.3, 0.6])]
+    weights = rake([first, second], wanted)
+    for cells, target in zip((first, second), wanted, strict=True):
+        assert np.bincount(cells, weights) / weights.sum() == pytest.approx(target, abs=1e-6)
+    weights = rake([np.array([0, 0, 1]), np.array([0, 1, 1])], [np.array([0.0, 1.0]), np.array([1.0, 0.0])])
+    assert (weights > 0).all() and np.isfinite(weights).all()  # no weights have these shares
