@@ -92,6 +92,20 @@ def train(
         raise DPConfigError("`file`: missing. Name one; `hf-dpopt train --example chat > config.yaml` writes one.")
 
 
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def synth(
+    file: Annotated[Path, typer.Argument(help="Private rows: csv, tsv, jsonl, json or parquet.")],
+    flags: Annotated[list[str] | None, typer.Argument(help="As of recipes/synthetic.py; --help lists all.")] = None,
+) -> None:
+    """Make synthetic rows: of texts, or of a table with --schema.
+
+    hf-dpopt synth patients.csv --schema schema.json --model_name_or_path FOLDER --target_epsilon 8
+    """
+    from hf_dpopt.cli import train as training
+
+    training.run_script("synthetic", [str(file), *(flags or [])])
+
+
 @app.command()
 def demo(
     output_dir: Annotated[

@@ -40,14 +40,18 @@ def train(path: Path, flags: list[str]) -> None:
     Raises:
         DPConfigError: if the file cannot be read, names no job, or has a key that no job, or no tuning, takes.
     """
-    scripts = recipes_folder()
-    sys.path.insert(0, str(scripts.parent))
+    sys.path.insert(0, str(recipes_folder().parent))
     job, words = read_settings(path)
     given = {word.partition("=")[0].removeprefix("--") for word in words}
     if "--tuned_runs" in flags and (refused := given.intersection(REFUSED)):  # `hf-dpopt tune` checks flags alone
         raise DPConfigError(f"{', '.join(sorted(refused))} in {path}: not for a run of a tuning. Leave it out.")
     name, *always = JOBS[job]
-    sys.argv = [str(scripts / f"{name}.py"), *always, *words, *flags]
+    run_script(name, [*always, *words, *flags])
+
+
+def run_script(name: str, flags: list[str]) -> None:
+    """Run a script of `recipes/` in this process, which exits with the script's status."""
+    sys.argv = [str(recipes_folder() / f"{name}.py"), *flags]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -310,6 +310,7 @@ def test_one_line_of_help_says_what_a_command_does(run: Run) -> None:
     lines = out.partition("Commands:\n")[2].splitlines()
     commands = [
         "train",
+        "synth",
         "demo",
         "plan",
         "verify",

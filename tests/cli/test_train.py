@@ -126,6 +126,21 @@ def test_flags_come_after_the_file(run, flags: list[str]) -> None:
     assert code == 2 and f"Name the file first: `hf-dpopt train config.yaml {flags[0]} ..`." in err
 
 
+def test_synth_runs_its_script_on_a_file(tmp_path, monkeypatch, capsys) -> None:
+    """A table without a text gets a draft of its schema: the names of its columns, and no value."""
+    pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test]'")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["hf-dpopt", "synth", "patients.csv", "--model_name_or_path", "m", "--use_cpu"])
+    Path("patients.csv").write_text("age,city\n43,Bonn\n")
+    with pytest.raises(SystemExit) as stopped:
+        app.main()
+    err = capsys.readouterr().err
+    kinds = "one of integer, number, category, text"
+    assert stopped.value.code == 2 and json.dumps({"age": {"type": kinds}, "city": {"type": kinds}}) in err
+    assert "43" not in err and "Bonn" not in err and err.count("\n") == 1
+
+
 # --- ready files -----------------------------------------------------------------------------------------------------
 
 
