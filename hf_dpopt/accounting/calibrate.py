@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 from dp_accounting import get_sigma_gaussian
-from scipy.special import gammaln, logsumexp
+from scipy.special import gammaln
 
 from hf_dpopt.accounting.accountants import FINE
 from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
@@ -118,16 +118,17 @@ LEAST_NOISE, MOST_NOISE = 1e-3, 1e5  # noise multipliers
 
 
 @functools.cache
-def _orders() -> tuple[np.ndarray, np.ndarray]:
-    """Orders, (A,), and the logarithm of the binomial coefficients of each, (A, K), -inf beyond the order."""
+def _orders() -> tuple[np.ndarray, ...]:
+    """Orders, (A,), and for the terms of all of them in a row, (N,): the place where each order begins, (A,), order,
+    number of draws k <= order, and the logarithm of the binomial coefficient.
+    """
     small = np.arange(2, 65)
     large = np.unique(np.geomspace(65, LARGEST_ORDER, 24).astype(int))
     orders_A = np.concatenate([small, large])
-    k_K = np.arange(LARGEST_ORDER + 1)
-    a_A1, k_1K = orders_A[:, None], k_K[None, :]
-    with np.errstate(invalid="ignore"):
-        log_binomial_AK = gammaln(a_A1 + 1) - gammaln(k_1K + 1) - gammaln(np.maximum(a_A1 - k_1K, 0) + 1)
-    return orders_A, np.where(k_1K <= a_A1, log_binomial_AK, -np.inf)
+    begin_A = np.cumsum(orders_A + 1) - (orders_A + 1)
+    order_N = np.repeat(orders_A, orders_A + 1)
+    k_N = np.arange(len(order_N)) - np.repeat(begin_A, orders_A + 1)
+    return orders_A, begin_A, order_N, k_N, gammaln(order_N + 1) - gammaln(k_N + 1) - gammaln(order_N - k_N + 1)
 
 
 def rough_epsilon(sample_rate: float, noise_multiplier: float, num_steps: int, delta: float) -> float:
@@ -143,18 +144,19 @@ def rough_epsilon(sample_rate: float, noise_multiplier: float, num_steps: int, d
         Mironov, Talwar, Zhang (2019), arXiv:1908.10530, section 3.3 (integer orders).
         Canonne, Kamath, Steinke (2020), arXiv:2004.00010, proposition 12 (from Renyi to epsilon and delta).
     """
-    orders_A, log_binomial_AK = _orders()
+    orders_A, begin_A, order_N, k_N, log_binomial_N = _orders()
     if sample_rate >= 1:
         divergences_A = orders_A / (2 * noise_multiplier**2)
     else:
-        k_K = np.arange(LARGEST_ORDER + 1)
-        terms_AK = (
-            log_binomial_AK
-            + k_K * math.log(sample_rate)
-            + np.maximum(orders_A[:, None] - k_K, 0) * math.log1p(-sample_rate)
-            + k_K * (k_K - 1) / (2 * noise_multiplier**2)
+        terms_N = (
+            log_binomial_N
+            + k_N * math.log(sample_rate)
+            + (order_N - k_N) * math.log1p(-sample_rate)
+            + k_N * (k_N - 1) / (2 * noise_multiplier**2)
         )
-        divergences_A = logsumexp(terms_AK, axis=1) / (orders_A - 1)
+        largest_A = np.maximum.reduceat(terms_N, begin_A)
+        sums_A = np.add.reduceat(np.exp(terms_N - np.repeat(largest_A, orders_A + 1)), begin_A)
+        divergences_A = (largest_A + np.log(sums_A)) / (orders_A - 1)
     epsilons_A = (
         num_steps * divergences_A + np.log1p(-1 / orders_A) - (math.log(delta) + np.log(orders_A)) / (orders_A - 1)
     )
