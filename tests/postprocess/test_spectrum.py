@@ -14,12 +14,7 @@ from hf_dpopt.postprocess import IndependentNoise
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import PRESETS, LowPassFilter
 from hf_dpopt.postprocess.recursion import impulse_response
-from recipes.paper.doppler.spectrum import (
-    equation_4,
-    frequency_response,
-    power_ratio,
-    power_spectral_density,
-)
+from tests.reference.spectrum import equation_4, frequency_response, power_ratio, power_spectral_density
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "reproductions"
 

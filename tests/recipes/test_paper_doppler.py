@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dpopt.postprocess.low_pass import LowPassFilter
-from recipes.paper.doppler import spectra, task, training
+from recipes.paper.doppler import task, training
 
 pytestmark = pytest.mark.slow
 
@@ -40,9 +39,6 @@ def short_run(**changes: Any) -> training.Run:
     return training.Run(**{**values, **changes})
 
 
-# --- one run ---
-
-
 @pytest.mark.parametrize("low_pass", [training.PLAIN, "first_order_v1"])
 def test_a_run_releases_noisy_gradients_and_filters_them(data: task.Data, low_pass: str) -> None:
     steps: list[tuple[torch.Tensor, ...]] = []
@@ -70,16 +66,3 @@ def test_a_run_releases_noisy_gradients_and_filters_them(data: task.Data, low_pa
     np.testing.assert_allclose(filtered_TD, expected, atol=1e-5 * stddev + 1e-6)
     assert [step for step, _ in result["curve"]] == [2, 3, 5, 6, 8, 9, 11, 12]
     assert 0 <= result["accuracy"] <= 1 and result["loss"] > 0 and 0 <= result["clipped"] <= 1
-
-
-# --- what filters do ---
-
-
-@pytest.mark.parametrize("name", ["none", "momentum", "first_order_v2", "second_order", "chebyshev:2:0.1:0.5"])
-def test_what_arrives_in_the_weights_is_what_filtering_each_step_alone_adds_up_to(name: str) -> None:
-    num_steps = 30
-    low_pass = LowPassFilter.parse(name)
-    one_step_each = torch.eye(num_steps, dtype=torch.float64)
-    arrived = sum(low_pass.update({"w": row})["w"] for row in one_step_each)
-    assert isinstance(low_pass, LowPassFilter) and isinstance(arrived, torch.Tensor)
-    np.testing.assert_allclose(spectra.passed_on(low_pass, num_steps), arrived.numpy(), atol=1e-12)
