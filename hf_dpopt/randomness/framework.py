@@ -41,6 +41,14 @@ def _words_in_cpu_state() -> tuple[int, int]:
     )
 
 
+def manual_seed(seed: int) -> None:
+    """`torch.manual_seed`, which takes milliseconds where there is no accelerator: it keeps each call for one."""
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
 def seed_torch(key: bytes) -> None:
     """Seed torch's generators with `key`: the whole state on the CPU (624 words), 64 bits on accelerators.
 
@@ -50,7 +58,7 @@ def seed_torch(key: bytes) -> None:
         key: 32 secret bytes.
     """
     assert len(key) == KEY_BYTES, len(key)
-    torch.manual_seed(int.from_bytes(key[:8], "little"))  # accelerators, and what else there is in the CPU's state
+    manual_seed(int.from_bytes(key[:8], "little"))  # accelerators, and what else there is in the CPU's state
     first, size = _words_in_cpu_state()
     words = random_words(key, step=0, num=NUM_WORDS // 2).view("<u4").astype(f"<u{size}")
     state = torch.get_rng_state()

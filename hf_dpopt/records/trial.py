@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.randomness.framework import keep_generators
+from hf_dpopt.randomness.framework import keep_generators, manual_seed
 from hf_dpopt.records.collation import Batch, Collation, check_rows, length_of, row_of
 from hf_dpopt.records.limits import num_entries
 
@@ -166,7 +166,7 @@ def _collate_seeded(collation: Collation, records: list[Any], seed: int) -> Batc
     """Collate a batch under a public seed."""
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    manual_seed(seed)
     return dict(collation.collate(records))
 
 
