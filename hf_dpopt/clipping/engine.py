@@ -152,9 +152,11 @@ class ClippingEngine(abc.ABC):
                 squares[self.clipping.group(name)] += squares_U
             scale.scale_squares_(squares)
             factors, keep_U = self.clipping.factors(squares), self._usable(squares)
+            is_whole = bool(keep_U.all())  # a selection would be a copy
             for name, use in uses.items():
                 for part in scale.summed(name, use):
-                    sums.add(name, part.select(keep_U), factors[self.clipping.group(name)][keep_U])
+                    kept = part if is_whole else part.select(keep_U)
+                    sums.add(name, kept, factors[self.clipping.group(name)][keep_U])
             self._weights_U = None
             return self._statistics(sums, zeros_U if losses_U is None else losses_U, squares, factors, keep_U)
 

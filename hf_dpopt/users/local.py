@@ -34,6 +34,14 @@ LARGEST_MOVE = 100.0  # of one coordinate; a user beyond it has diverged, and gi
 
 
 @dataclasses.dataclass(frozen=True)
+class LocalMemory:
+    """Memory of the weights before the local training of a user, and of how far it moved them, by name."""
+
+    start: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    moved: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
 class LocalUser(WholeUnits):
     """One user, trained alone.
 
@@ -41,11 +49,13 @@ class LocalUser(WholeUnits):
         batches: collated batches, one for each local step.
         training: settings of the local training.
         seed: the user's own seed of dropout, up to 256 bits; secret.
+        memory: that users of a round share, one after the other; empty before the first.
     """
 
     batches: Sequence[Mapping[str, Any]]
     training: LocalTraining
     seed: int
+    memory: LocalMemory = dataclasses.field(default_factory=LocalMemory)
 
     def add_to(self, sums: ClippedSum, engine: ClippingEngine, losses: RecordLosses) -> UnprivatizedStatistics:
         """Add the distance that the user moved the weights, clipped."""
@@ -60,7 +70,7 @@ class LocalUser(WholeUnits):
 
     def _train(self, engine: ClippingEngine, losses: RecordLosses) -> dict[str, torch.Tensor]:
         parameters = engine.parameters
-        with _restoring(engine.model, parameters) as start, torch.enable_grad():
+        with _restoring(engine.model, parameters, self.memory.start) as start, torch.enable_grad():
             for batch in self.batches:
                 for p in parameters.values():
                     p.grad = None
@@ -73,7 +83,10 @@ class LocalUser(WholeUnits):
                             p.sub_(p.grad, alpha=self.training.learning_rate)
                             p.grad = None
                 torch.clear_autocast_cache()  # an ambient autocast keeps converted copies of the weights
-            return {name: wide(start[name] - p.detach()) for name, p in parameters.items()}
+            moved = self.memory.moved
+            for name, p in parameters.items():
+                moved[name] = torch.sub(start[name], p.detach(), out=moved.get(name))
+            return {name: wide(delta) for name, delta in moved.items()}
 
 
 def drop_diverged(moves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -81,8 +94,11 @@ def drop_diverged(moves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
     Zeros would do for the sum, but would count as a short move where the clipping norm follows a quantile.
     """
+    limits = [torch.aminmax(m) for m in moves.values() if m.numel()]
+    if all(-LARGEST_MOVE <= low and high <= LARGEST_MOVE for low, high in limits):  # false for what is no number
+        return dict(moves)
     largest_U = torch.stack([m.flatten(1).abs().amax(dim=1) for m in moves.values() if m.numel()]).amax(dim=0)
-    is_fine_U = largest_U <= LARGEST_MOVE  # false for what is no number
+    is_fine_U = largest_U <= LARGEST_MOVE
     return {
         name: torch.where(is_fine_U.view(-1, *[1] * (m.dim() - 1)), m, torch.full_like(m, torch.nan))
         for name, m in moves.items()
@@ -90,12 +106,15 @@ def drop_diverged(moves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _restoring(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Restore the weights on leaving the context; yields copies of them.
+def _restoring(
+    model: nn.Module, parameters: Mapping[str, torch.Tensor], start: dict[str, torch.Tensor]
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Restore the weights on leaving the context; yields copies of them, in the memory of `start` if it has some.
 
     Until all are restored, the model is one that is not saved: an interrupt may come while they are copied.
     """
-    start = {name: p.detach().clone() for name, p in parameters.items()}
+    for name, p in parameters.items():
+        start[name] = start[name].copy_(p.detach()) if name in start else p.detach().clone()
     mark = f"{next(iter(parameters), 'weights')} (local training)"
     vars(model).setdefault(SPOILT, mark)
     try:
@@ -114,12 +133,14 @@ def _devices(engine: ClippingEngine) -> list[torch.device]:
     return [device] if device.type == "cuda" else []
 
 
-def alone(records: Sequence[Any], training: LocalTraining, collation: Collation, seed: int) -> LocalUser:
+def alone(
+    records: Sequence[Any], training: LocalTraining, collation: Collation, seed: int, memory: LocalMemory
+) -> LocalUser:
     """Prepare one user for training alone; a local step whose rows cannot lie in one batch becomes several."""
     steps = training.batches(len(records), np.random.default_rng(seed))
     of_steps = [sorted((records[i] for i in step), key=length_of, reverse=True) for step in steps]
     batches = [part.batch for rows in of_steps for part in collation.parts(rows)]
-    return LocalUser(batches, training, seed)
+    return LocalUser(batches, training, seed, memory)
 
 
 class LocalUserBatch(LogicalBatch):
@@ -146,7 +167,7 @@ class LocalUserBatch(LogicalBatch):
 
     def physical(self, size: int, collate: Collation | Collator, tokens: int | None = None) -> Iterator[LocalUser]:
         """Yield the users, large ones first; `size` and `tokens` have no influence: batches are local ones."""
-        collation = Collation.of(collate)
+        collation, memory = Collation.of(collate), LocalMemory()
         users = sorted(zip(by_user(self.records, self.sizes), self.seeds, strict=True), key=lambda u: -len(u[0]))
         for mine, seed in users:
-            yield alone(mine, self.training, collation, seed)
+            yield alone(mine, self.training, collation, seed, memory)

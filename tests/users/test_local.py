@@ -184,14 +184,14 @@ def test_one_local_step_on_all_records_is_the_mean_gradient_through_the_trainer(
 def test_weights_that_were_not_restored_are_not_saved() -> None:
     model = _model()
     parameters = dict(model.named_parameters())
-    with _restoring(model, parameters):
+    with _restoring(model, parameters, {}):
         pass
     refuse_spoilt(model)
-    with _restoring(spoilt := _model(), {}):
+    with _restoring(spoilt := _model(), {}, {}):
         setattr(spoilt, SPOILT, "weight")  # by a forward
     with pytest.raises(DPConfigError, match="^weight: "):
         refuse_spoilt(spoilt)
-    with pytest.raises(RuntimeError), _restoring(model, parameters) as start:  # as an interrupt between two copies
+    with pytest.raises(RuntimeError), _restoring(model, parameters, {}) as start:  # as an interrupt between two copies
         start[next(iter(start))] = torch.zeros(7, 7, 7)
     with pytest.raises(DPConfigError, match="former values"):
         refuse_spoilt(model)
