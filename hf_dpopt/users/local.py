@@ -94,8 +94,8 @@ def drop_diverged(moves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
     Zeros would do for the sum, but would count as a short move where the clipping norm follows a quantile.
     """
-    limits = [torch.aminmax(m) for m in moves.values() if m.numel()]
-    if all(-LARGEST_MOVE <= low and high <= LARGEST_MOVE for low, high in limits):  # false for what is no number
+    ends = torch.stack([end for m in moves.values() if m.numel() for end in torch.aminmax(m)])
+    if (ends.abs() <= LARGEST_MOVE).all():  # false for what is no number
         return dict(moves)
     largest_U = torch.stack([m.flatten(1).abs().amax(dim=1) for m in moves.values() if m.numel()]).amax(dim=0)
     is_fine_U = largest_U <= LARGEST_MOVE
