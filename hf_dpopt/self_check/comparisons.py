@@ -32,6 +32,7 @@ from hf_dpopt.self_check.conditions import (
     plain_operations,
     tolerance_of_others,
     training_conditions,
+    unchanged_buffers,
 )
 from hf_dpopt.self_check.draws import MIDDLE, RecordDraws, others_were_used, seed_others
 from hf_dpopt.self_check.made_up import Columns, Look, add_padding
@@ -356,7 +357,8 @@ def check_influence(engine: ClippingEngine, losses: RecordLosses, together: Batc
             compute = functools.partial(probe.engine_sum, together, per_record=MIDDLE)
             probe.check_sum(compute, gradients, what, fix)
 
-    in_enough_digits(engine, losses, alone, check)
+    with unchanged_buffers(engine.model):
+        in_enough_digits(engine, losses, alone, check)
 
 
 # --- padding ---------------------------------------------------------------------------------------------------------

@@ -157,21 +157,28 @@ def tolerance_of_others(engine: ClippingEngine) -> float:
 def training_conditions(engine: ClippingEngine, dtype: torch.dtype | None = None) -> Iterator[float]:
     """Put the model in training mode, and in `dtype` if that is given and fits; yields the tolerance of equal sums.
 
-    Parameters, buffers, modes and generators are restored after the context.
-
-    Raises:
-        UnsupportedModuleError: if a buffer changes inside the context.
+    Parameters, modes and generators are restored after the context.
     """
     model, own = engine.model, next(iter(engine.parameters.values()))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(keep_generators(device_of(model)))
+        stack.enter_context(in_mode(model, training=True))
+        is_widened = dtype is not None and fits(model, dtype)
+        if is_widened:
+            stack.enter_context(compute_wide(model, dtype))  # type: ignore[arg-type]
+        stack.enter_context(fill_zero_parameters(engine.parameters))
+        yield NARROW_TOLERANCE if not is_widened and is_narrow(model) else TOLERANCE.get(own.dtype, 1e-4)
+
+
+@contextlib.contextmanager
+def unchanged_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore buffers after the checks inside the context, and refuse the model that changed one.
+
+    Raises:
+        UnsupportedModuleError: naming the buffers.
+    """
     with kept_buffers(model) as start:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(keep_generators(device_of(model)))
-            stack.enter_context(in_mode(model, training=True))
-            is_widened = dtype is not None and fits(model, dtype)
-            if is_widened:
-                stack.enter_context(compute_wide(model, dtype))  # type: ignore[arg-type]
-            stack.enter_context(fill_zero_parameters(engine.parameters))
-            yield NARROW_TOLERANCE if not is_widened and is_narrow(model) else TOLERANCE.get(own.dtype, 1e-4)
+        yield
         changed = start.changed()
     if changed:
         raise UnsupportedModuleError(

@@ -10,6 +10,7 @@ Shape legend: B = records, k = rows of a record.
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from collections.abc import Iterable, Sequence
@@ -105,9 +106,13 @@ class RecordDraws(TorchDispatchMode):
         """Whether the batch shares a draw, as far as `learn` found."""
         return None in self._rows_at.values()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled during a check, and keeping Dynamo away costs each operation its time again
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._records or not _draws(func, args, kwargs):
+        if not self._records or not _may_draw(func) or not _draws(func, args, kwargs):
             return func(*args, **kwargs)
         word = int(torch.randint(2**62, (), device="cpu"))
         accelerators = _accelerators(args, kwargs)
@@ -137,15 +142,19 @@ class RecordDraws(TorchDispatchMode):
         return ""
 
 
-def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation draws random numbers."""
+@functools.cache
+def _may_draw(func: Any) -> bool:
+    """Whether an operation draws random numbers, whatever it is called with."""
     name = _operation(func)
     if torch.Tag.nondeterministic_seeded not in func.tags and name not in UNTAGGED:
         return False
-    if "attention" in name or "rnn" in name:  # fused: attention is made of plain operations in a check
-        return False
+    return "attention" not in name and "rnn" not in name  # fused: attention is made of plain operations in a check
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call draws: dropout may be off."""
     bound = _bound(func, args, kwargs)
-    return name != "native_dropout" or (bound["train"] is not False and bound["p"] > 0)
+    return _operation(func) != "native_dropout" or (bound["train"] is not False and bound["p"] > 0)
 
 
 def _accelerators(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.device]:

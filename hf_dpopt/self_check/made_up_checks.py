@@ -37,6 +37,7 @@ from hf_dpopt.self_check.conditions import (
     in_mode,
     tolerance_of_others,
     training_conditions,
+    unchanged_buffers,
 )
 from hf_dpopt.self_check.draws import HIGH, LOW
 from hf_dpopt.self_check.made_up import Columns
@@ -116,8 +117,6 @@ def self_check(
     if engine.is_collective:
         _check_shards(engine, losses, batch)
         return (IN_SHARDS,)
-    with training_conditions(engine), torch.no_grad():
-        losses(batch)
     if not fits(model):
         notes.append(
             "there is no room for a float32 copy of the weights, so the engine was compared in the precision of the "
@@ -138,14 +137,17 @@ def self_check(
     if columns.is_padded:
         num_more = max(longest or 0, like["input_ids"].size(-1)) - batch["input_ids"].size(-1)
         num_more = max(num_more, EXTRA_PADDING if _has_positions_for_padding(losses, batch) else 0)
-    in_enough_digits(engine, losses, [batch], check_made_up)
-    try:
-        if num_more:
-            in_enough_digits(engine, losses, [alone], check_longer)
-    except torch.OutOfMemoryError:
-        notes.append(f"a record with {num_more} columns of padding did not fit into memory: padding was not checked")
-    with training_conditions(engine):
-        check_others(engine, losses, columns)
+    with unchanged_buffers(model):
+        in_enough_digits(engine, losses, [batch], check_made_up)
+        try:
+            if num_more:
+                in_enough_digits(engine, losses, [alone], check_longer)
+        except torch.OutOfMemoryError:
+            notes.append(
+                f"a record with {num_more} columns of padding did not fit into memory: padding was not checked"
+            )
+        with training_conditions(engine):
+            check_others(engine, losses, columns)
     return tuple(notes)
 
 

@@ -357,8 +357,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the self-check leaves out the padding",
         "hf_dpopt/self_check/made_up_checks.py",
-        "        if num_more:\n",
-        "        if False:\n",
+        "            if num_more:\n",
+        "            if False:\n",
         ("tests/self_check/test_self_check.py::test_what_is_not_is_refused_by_name",),
     ),
     Fault(
