@@ -48,31 +48,31 @@ def look_at_records(dataset: Any, collation: Collation, losses: RecordLosses) ->
     records = [row for i in spread(len(dataset), TRIED) for row in read_one(dataset, i)]
     usable = try_collation(collation, records)
     with kept_buffers(losses.model) as start, in_mode(losses.model, training=False), torch.no_grad():
-        found = [_run(collation, losses, record) for record in usable[:RUN]]
-        for part in collation.parts(usable[:2]):
-            _losses(losses, part.batch)
+        rows = [_row(collation, record) for record in usable[:RUN]]
+        _losses(losses, collation.place(rows[0]))  # alone, and below beside another one
+        pairs = [usable[:RUN][i : i + 2] for i in range(0, len(rows), 2)]
+        found = [_losses(losses, part.batch) for pair in pairs for part in collation.parts(pair)]
         changed = start.changed(has_caches=False)
     if changed:
         raise UnsupportedModuleError(changed_by_a_forward(changed))
-    num_wrong = sum(not torch.isfinite(loss).all() for loss in found)
-    if num_wrong:
+    if num_wrong := sum(int((~torch.isfinite(loss_B)).sum()) for loss_B in found):
         raise DPConfigError(
-            f"The losses of {num_wrong} of {len(found)} training records are NaN or infinite, and every step would "
+            f"The losses of {num_wrong} of {len(rows)} training records are NaN or infinite, and every step would "
             "leave such records out silently. Correct their values and labels, or leave them out before training; in "
             "bfloat16, try float32."
         )
     return usable
 
 
-def _run(collation: Collation, losses: RecordLosses, record: Any) -> torch.Tensor:
-    """Losses of one record, (1,), on which the model is tried."""
+def _row(collation: Collation, record: Any) -> Batch:
+    """The row of one record, with which the model is tried."""
     row = collation.row(collation.fitted(record))
     if outside := collation.limits.first_outside(row):
         raise DPConfigError(
             f"A training record does not fit the model as the collator makes it: {outside} If the record is right, "
             "look at what the collator adds (mask and padding tokens)."
         )
-    return _losses(losses, collation.place(row))
+    return row
 
 
 def _losses(losses: RecordLosses, batch: Batch) -> torch.Tensor:

@@ -172,8 +172,9 @@ def _has(runs: list[Run], name: str) -> bool:
 
 def _column(runs: list[Run], name: str, kinds: type | tuple[type, ...] = np.ndarray) -> list[list[Any]]:
     """The values in a column, run by run; nothing if one is missing or of another kind."""
-    columns = [[_plain(row.get(name)) for row in run] for run in runs]
-    return columns if all(isinstance(value, kinds) for value in _chain(columns)) else []
+    values = ((_plain(row.get(name)) for row in run) for run in runs)
+    columns = [list(itertools.takewhile(lambda value: isinstance(value, kinds), run)) for run in values]
+    return columns if list(map(len, columns)) == list(map(len, runs)) else []
 
 
 _chain = itertools.chain.from_iterable

@@ -14,6 +14,7 @@ from transformers.utils.import_utils import is_peft_available
 from hf_dpopt.clipping.capture import Capture, is_compiled
 from hf_dpopt.common.checks import is_reentrant
 from hf_dpopt.common.errors import DPConfigError, Refusal, UnsupportedModuleError, refuses, shown
+from hf_dpopt.common.sharding import is_sharded
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.records.losses import RecordLosses, base_model
 from hf_dpopt.records.settings import settings
@@ -117,6 +118,9 @@ def _on_values(model: nn.Module) -> Iterator[Refusal]:
 
 def is_finite(p: torch.Tensor) -> bool:
     """Whether it holds neither NaN nor infinity."""
+    has_sum = p.is_floating_point() and p.element_size() > 1 and not is_sharded(p)  # there is none of 8 bits
+    if has_sum and p.sum().isfinite():  # what is not finite shows in it, and it may overflow
+        return True
     return not p.is_floating_point() or bool(torch.isfinite(p).all())
 
 
