@@ -195,7 +195,7 @@ class Collation:
         try:
             batch = dict(self.collate([record for _, record in usable]))
             is_whole = num_records(batch) == len(usable) and not _mixes_by_padding(batch, usable)
-            is_whole = is_whole and not self.limits.is_too_wide(batch) and not self.limits.failing(batch).any()
+            is_whole = is_whole and self._fits(batch)
         except BaseException as error:  # one record of the batch, which the others must not suffer from
             if is_environment(error):
                 raise
@@ -207,12 +207,30 @@ class Collation:
         for i, record in usable:
             try:
                 row = self.cut_padding(self.row(record))
-                if not self.limits.is_too_wide(row) and not self.limits.failing(row).any():
+                if not self.limits.lacks_targets(row):  # which does not show in a batch
                     rows.append((i, row))
             except BaseException as error:
                 if is_environment(error):
                     raise
-        return list(join_rows(rows, self.padding_id))
+        if (parts := self._join(rows)) is not None:
+            return parts
+        return list(join_rows([row for row in rows if self._join([row]) is not None], self.padding_id))
+
+    def _join(self, rows: list[tuple[int, Batch]]) -> list[Part] | None:
+        """Rows of one record each as batches; None if the model cannot look up one of them.
+
+        Formal guarantee: where rows fit together, each fits alone. Padding adds values to a row and takes none away.
+        """
+        try:
+            parts = list(join_rows(rows, self.padding_id))
+            return parts if all(self._fits(part.batch) for part in parts) else None
+        except BaseException as error:
+            if is_environment(error):
+                raise
+            return None
+
+    def _fits(self, batch: Batch) -> bool:
+        return not self.limits.is_too_wide(batch) and not bool(self.limits.failing(batch).any())
 
 
 def _types(record: Any) -> tuple | None:

@@ -141,10 +141,8 @@ class Limits:
         """Rows that the model cannot take, (B,) bool; `batch` is collated and on the CPU."""
         sizes = [len(v) for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() > 0]
         failing_B = torch.zeros(sizes[0], dtype=torch.bool) | self.empty(batch)
-        ids, labels = batch.get("input_ids"), batch.get("labels")
-        if "labels" in self.per_token and isinstance(ids, torch.Tensor) and isinstance(labels, torch.Tensor):
-            if ids.dim() == labels.dim() == 2 and ids.shape != labels.shape:
-                return torch.ones_like(failing_B)  # a target for every token, or padding would shift them
+        if self.lacks_targets(batch):
+            return torch.ones_like(failing_B)
         for column, values, allowed in self._looked_up(batch):
             if not values.is_floating_point():
                 failing_B |= ~allowed.holds(values).reshape(len(values), -1).all(dim=1)
@@ -155,6 +153,13 @@ class Limits:
             if isinstance(ids, torch.Tensor) and ids.dim() in (2, 3) and ids.size(-1) > table.most:
                 failing_B |= _num_positions(ids, batch, table) > table.most
         return failing_B
+
+    def lacks_targets(self, batch: Mapping[str, Any]) -> bool:
+        """Whether not every token of a collated batch has a target where it should: padding would shift them."""
+        ids, labels = batch.get("input_ids"), batch.get("labels")
+        if "labels" not in self.per_token or not (isinstance(ids, torch.Tensor) and isinstance(labels, torch.Tensor)):
+            return False
+        return ids.dim() == labels.dim() == 2 and ids.shape != labels.shape
 
     def _looked_up(self, batch: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor, Range]]:
         """Columns of a collated batch, and the values that they may hold."""

@@ -98,8 +98,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "values out of range reach the model",
         "hf_dpopt/records/collation.py",
-        "                if not self.limits.is_too_wide(row) and not self.limits.failing(row).any():\n",
-        "                if not self.limits.is_too_wide(row):\n",
+        "        return not self.limits.is_too_wide(batch) and not bool(self.limits.failing(batch).any())\n",
+        "        return not self.limits.is_too_wide(batch)\n",
         (f"{MALFORMED}::test_values_out_of_range_reach_no_forward",),
     ),
     Fault(

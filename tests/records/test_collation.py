@@ -12,6 +12,7 @@ import torch
 import transformers as tf
 
 from hf_dpopt.records.collation import KNOWN, Collation, is_known
+from hf_dpopt.records.limits import Limits, Positions, Range
 from hf_dpopt.records.trial import try_collation
 from tests.helpers import tiny
 
@@ -58,6 +59,25 @@ def test_targets_of_another_length_are_padded_apart():
     assert part.batch["input_ids"].tolist() == [[1, 2, 3], [5, 9, 9]]
     assert part.batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert part.batch["labels"].tolist() == [[4, -100, -100], [6, 7, 8]]
+
+
+def test_a_row_that_does_not_fit_alone_does_not_fit_beside_others():
+    """Whether a record is in the sum would depend on the others, if padding could make up for what it lacks."""
+
+    def pairs(rows: list[dict]) -> dict:
+        (row,) = rows
+        ids = torch.tensor([row["s"]])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([row["t"]])}
+
+    limits = Limits({"input_ids": Range(9, "words")}, {"input_ids": Positions(4, None)}, per_token=("labels",))
+    unlike = [{"s": [1, 2, 3], "t": [4]}, {"s": [5], "t": [6, 7, 8]}]  # padded, they would have as many
+    good, unknown, long = {"s": [1, 2], "t": [1, 2]}, {"s": [1, 9], "t": [1, 2]}, {"s": [1] * 5, "t": [1] * 5}
+    collation = Collation(pairs, limits=limits)
+    for others in ([], unlike, [unknown], [long], [*unlike, unknown, long]):
+        for records in itertools.permutations([*others, good, good]):
+            (part,) = collation.parts(records)
+            assert part.places == tuple(i for i, record in enumerate(records) if record is good)
+            assert part.batch["input_ids"].tolist() == [[1, 2], [1, 2]]
 
 
 def test_what_padding_cannot_make_alike_stays_apart():
