@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.records.limits import Limits, is_flat
+from hf_dpopt.records.limits import Limits, is_flat, num_entries
 from hf_dpopt.records.losses import IGNORED, num_records
 from hf_dpopt.records.rows import is_environment
 
@@ -280,10 +280,18 @@ def _mixes_by_padding(batch: Mapping[str, Any], usable: list[tuple[int, Any]]) -
     return "attention_mask" not in batch and len({length_of(record) for _, record in usable}) > 1
 
 
+def has_choices(ids: Any) -> bool:
+    """Whether the tokens of a record are those of several choices, a list of each."""
+    return num_entries(ids) > 0 and num_entries(ids[0]) > 0
+
+
 def length_of(record: Any) -> int:
-    """Number of tokens of a record, of a pair of answers those of both; 0 if it has none."""
+    """Number of tokens of a record, of the longest of its choices, of a pair of answers both; 0 if it has none."""
     try:
-        return sum(len(record[name]) for name in (["input_ids"] if "input_ids" in record else PAIR_TOKENS))
+        if "input_ids" not in record:
+            return sum(len(record[name]) for name in PAIR_TOKENS)
+        ids = record["input_ids"]
+        return max(map(len, ids)) if has_choices(ids) else len(ids)
     except Exception:  # whatever a mapping of one's own raises: this only sorts
         return 0
 

@@ -16,7 +16,7 @@ import torch
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.randomness.framework import keep_generators, manual_seed
-from hf_dpopt.records.collation import Batch, Collation, check_rows, length_of, row_of
+from hf_dpopt.records.collation import Batch, Collation, check_rows, has_choices, length_of, row_of
 from hf_dpopt.records.limits import num_entries
 
 FIX = (
@@ -104,15 +104,18 @@ def pair_of_records(collation: Collation, records: Sequence[Any]) -> tuple[Batch
 
 
 def _shorter(record: Any) -> Any:
-    """The first half of a tokenized record, or None."""
+    """The first half of a tokenized record, of each of its choices if it has some, or None."""
     length = length_of(record)
     if length < 2 or not isinstance(record, Mapping):
         return None
-    return {
-        name: value[: (length + 1) // 2] if num_entries(value) == length else value
-        for name, value in record.items()
-        if not isinstance(value, str)
-    }
+    half, of_choices = (length + 1) // 2, has_choices(record.get("input_ids"))
+
+    def cut(value: Any) -> Any:
+        if of_choices:
+            return [choice[:half] for choice in value] if has_choices(value) else value
+        return value[:half] if num_entries(value) == length else value
+
+    return {name: cut(value) for name, value in record.items() if not isinstance(value, str)}
 
 
 def _compare(collation: Collation, a: Any, b: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.common.sharding import give_back
 from hf_dpopt.randomness.framework import keep_generators
-from hf_dpopt.records.collation import row_of
+from hf_dpopt.records.collation import length_of, row_of
 from hf_dpopt.records.losses import RecordLosses, base_model, problem_type
 from hf_dpopt.records.rows import is_stored
 from hf_dpopt.records.settings import settings
@@ -225,14 +225,19 @@ def _on(device: torch.device, batch: Batch) -> dict[str, Any]:
 def longest_record(dataset: Any) -> int | None:
     """Tokens of the longest record in a stored column of input_ids or a list; None if records are made on request."""
     if isinstance(dataset, list):
-        rows = (row.get("input_ids") for row in dataset if isinstance(row, Mapping))
-        return max((len(row) for row in rows if isinstance(row, Sized)), default=None)
+        rows = (row for row in dataset if isinstance(row, Mapping) and "input_ids" in row)
+        return max(map(length_of, rows), default=None)
     if not is_stored(dataset) or "input_ids" not in dataset.column_names:
         return None
+    import pyarrow as pa
     import pyarrow.compute as pc
+
+    def _rows(column: Any) -> Any:  # the choices of a record are rows of their own
+        has_choices = pa.types.is_list(column.type) and pa.types.is_list(column.type.value_type)
+        return pc.list_flatten(column) if has_choices else column
 
     batches = dataset.with_format("arrow", columns=["input_ids"]).iter(10_000)
     try:
-        return max((pc.max(pc.list_value_length(b.column(0))).as_py() or 0 for b in batches), default=0) or None
+        return max((pc.max(pc.list_value_length(_rows(b.column(0)))).as_py() or 0 for b in batches), default=0) or None
     except NotImplementedError:  # no lists (ArrowNotImplementedError is one)
         return None

@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from datasets import Dataset
+from torch import nn
 
-from hf_dpopt import DPConfigError
+from hf_dpopt import DPConfigError, UnsupportedModuleError
+from hf_dpopt.records.collation import length_of
 from hf_dpopt.records.losses import token_mean
 from tests.adversary.harness import CLIPPING_NORM, SLACK, assert_refused, clipped_sums, making, trainer, words
 from tests.adversary.matrix import HEADS, stock
@@ -162,3 +165,37 @@ def _of_one_width(some: Rows, collate: Callable[[Rows], dict[str, torch.Tensor]]
         {name: value + [fill.get(name, 0)] * (widths[name] - len(value)) for name, value in row.items()}
         for row in each
     ]
+
+
+class ByWidth(nn.Module):
+    """Scales its output by the width of the batch in steps of eight tokens, as a model that pools in windows does."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args, **kwargs):
+        y = self.layer(*args, **kwargs)
+        return y * (1 + y.size(1) // 8)
+
+
+@pytest.mark.parametrize("keeps", [list, Dataset.from_list])
+def test_choices_are_as_long_as_their_tokens(keeps, tmp_path):
+    """Their number was taken for that: nothing was compared beside a shorter record, and this model trained."""
+    tokenizer = tiny.byte_tokenizer()
+    rows = [
+        {"input_ids": [[5] * (4 + i), [6] * 3], "attention_mask": [[1] * (4 + i), [1] * 3], "label": i % 2}
+        for i in range(24)
+    ]
+    model = tiny.made(tf.BertForMultipleChoice, vocab_size=len(tokenizer))
+    model.bert.embeddings = ByWidth(model.bert.embeddings)
+    collator = tf.DataCollatorForMultipleChoice(tokenizer)
+    assert length_of(rows[9]) == 13
+    refused = tiny.trainer(
+        tmp_path / "out", model=model, train_dataset=keeps(rows), data_collator=collator,
+        skip_self_check=False,
+    )  # fmt: skip
+    with pytest.raises(
+        UnsupportedModuleError, match="of records of the dataset is not the sum of what each gives alone"
+    ):
+        refused.train()
