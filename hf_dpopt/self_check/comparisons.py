@@ -22,6 +22,7 @@ from hf_dpopt.common.errors import UnsupportedModuleError
 from hf_dpopt.common.sharding import is_sharded, local_of
 from hf_dpopt.records.collation import TARGETS, row_of
 from hf_dpopt.records.losses import RecordLosses, num_records
+from hf_dpopt.records.settings import settings
 from hf_dpopt.self_check.conditions import (
     ACCELERATOR,
     NARROW_SAME_SHAPES,
@@ -51,6 +52,10 @@ MIXING = (
 PADDING = (
     "Pass attention_mask (use DataCollatorWithPadding); a model that counts positions from the first column needs "
     "padding_side='right', and one that ignores the mask needs records of one length."
+)
+BOTH_WAYS = (
+    "It attends in both directions, and so exactly where no record of a batch is padded: use_bidirectional_attention. "
+    "Give its batches token_type_ids, as PaliGemma's processor does (suffix=..): 0 for the prompt, 1 for the answer."
 )
 
 # Neighbours of the two records that are watched. A capacity goes to the first record, so an equal one comes first; a
@@ -283,10 +288,12 @@ def check_sums(probe: Probe, batch: Batch, *, is_scaled: bool = False, has_units
     num, what = num_records(batch), "the clipped sum differs from a loop over single records"
     alone = [probe.gradient(row_of(batch, b), b) for b in range(num)]
     together = functools.partial(probe.engine_sum, batch)
+    is_both_ways = any(name == "use_bidirectional_attention" and on for _, name, on in settings(probe.engine.model))
+    fix = BOTH_WAYS if is_both_ways and "token_type_ids" not in batch else MIXING
     try:
-        probe.check_sum(together, alone, what, MIXING)
+        probe.check_sum(together, alone, what, fix)
     except UnsupportedModuleError:
-        probe.check_sum(together, alone, what, MIXING, clipping=UNCLIPPED)
+        probe.check_sum(together, alone, what, fix, clipping=UNCLIPPED)
         raise
     for scale in _made_up_scales(probe.engine.parameters) if is_scaled else ():
         scaled = [{n: g * scale.weights(n, g).view_as(g) for n, g in one.items()} for one in alone]

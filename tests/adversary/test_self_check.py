@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration
 
+from hf_dpopt.common.errors import UnsupportedModuleError
 from hf_dpopt.preclip import PRECLIPS
 from tests.adversary.harness import SLACK, assert_refused, clipped_sums, influence, making, trainer
+from tests.adversary.scan.classes import named_classes
+from tests.adversary.scan.measure import _Subject
 from tests.helpers import tiny
 from tests.self_check.test_self_check import _quantising
 
@@ -129,3 +133,18 @@ def test_a_model_that_lets_padding_reach_some_records_is_refused(has_room, tmp_p
 
     embeddings.forward = leaking
     assert_refused(_in_bfloat16(model, monkeypatch, has_room), rows, tmp_path, match="records of the dataset")
+
+
+def test_attention_in_both_directions_is_refused_where_padding_decides_it(tmp_path):
+    """PaliGemma without token_type_ids: one record that is padded makes the attention of all others causal."""
+    kind = PaliGemmaForConditionalGeneration
+    subject: Any = _Subject(named_classes()[kind.__name__], kind, PaliGemmaConfig)
+    assert subject.build()
+    subject.choose_data()
+    assert subject.private_run(lora=False).verdict == "exact"  # the scan gives them
+    for row in subject.data.records:
+        del row["token_type_ids"]
+    with pytest.raises(
+        UnsupportedModuleError, match="where no record of a batch is padded.*Give its batches token_type_ids"
+    ):
+        subject._influences(subject.fresh().to(subject.dtype), tmp_path)

@@ -82,7 +82,10 @@ def data_for(head: str, model_type: str, config: Any, main_input: str = "pixel_v
     generator = torch.Generator().manual_seed(3)
     num_labels = max(int(getattr(config, "num_labels", 2) or 2), 1)
     if head in TEXT:
-        yield _text(head, padding_side(model_type), num_labels, generator, bool(config.is_encoder_decoder))
+        text = _text(head, padding_side(model_type), num_labels, generator, bool(config.is_encoder_decoder))
+        for row in text.records if model_type == "paligemma" else ():  # as its processor: a prompt, and its answer
+            row["token_type_ids"] = [int(t > 1) for t in range(len(row["input_ids"]))]
+        yield text
         if head in ("ImageTextToText", "MultimodalLM", "Seq2SeqLM"):
             yield _captions(config, generator)
     if head in PICTURES:
