@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -94,6 +95,20 @@ def _only_biases() -> nn.Module:
     for name, p in model.named_parameters():
         p.requires_grad_("bias" in name or "classifier" in name)
     return model
+
+
+def _xlora() -> nn.Module:
+    """A classifier that mixes two saved adapters token by token, and the adapters, trained together."""
+    saved = lora(llama, ["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("0", "1"):
+            saved().save_pretrained(f"{folder}/{name}")
+        model = llama()
+        model.config.use_cache = False  # X-LoRA asks for that
+        return get_peft_model(model, peft.XLoraConfig(
+            task_type="CAUSAL_LM", hidden_size=32, xlora_depth=2, xlora_size=8, xlora_dropout_p=0.0,
+            use_trainable_adapters=True, adapters={name: f"{folder}/{name}" for name in ("0", "1")},
+        ))  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +241,7 @@ ADAPTERS: dict[str, Adapter] = {
         )),
     ),
     "bitfit": Adapter("BitFit (biases only)", _only_biases),
+    "xlora": Adapter("X-LoRA, its adapters trained, too", _xlora),
     "ln-tuning": Adapter(
         "LN tuning",
         with_adapter(bert, lambda: peft.LNTuningConfig(target_modules=["LayerNorm"], task_type="SEQ_CLS")),
