@@ -25,6 +25,7 @@ from hf_dpopt.common.errors import DPConfigError, Refusal, refuses
 from hf_dpopt.common.extras import missing
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.inputs import TrainerInputs
+from hf_dpopt.huggingface.refusals.data import check_left
 from hf_dpopt.huggingface.trainer import DPTrainerMixin
 from hf_dpopt.records.losses import answer_log_probabilities
 from hf_dpopt.self_check.conditions import in_mode
@@ -325,7 +326,9 @@ class _PairTrainer(DPTrainerMixin):
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         if dataset_name != "train":  # looked at before the model was made
             _check_pairs(dataset, f"{dataset_name} dataset")
-        return super()._prepare_dataset(dataset, processing_class, args, dataset_name)  # type: ignore[misc]
+        found = super()._prepare_dataset(dataset, processing_class, args, dataset_name)  # type: ignore[misc]
+        check_left(dataset, found, args, dataset_name)
+        return found
 
 
 class DPDPOTrainer(_PairTrainer, DPOTrainer):

@@ -6,10 +6,12 @@ This module needs the package `trl` (``pip install 'hf-dpopt[chat]'``); nothing 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from hf_dpopt.common import log
 from hf_dpopt.common.extras import missing
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
+from hf_dpopt.huggingface.refusals.data import check_left
 from hf_dpopt.huggingface.trainer import DPTrainerMixin
 
 try:
@@ -38,3 +40,10 @@ class DPSFTTrainer(DPTrainerMixin, SFTTrainer):
 
     Formal guarantee: that of `DPTrainerMixin`.
     """
+
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: Any, packing: Any, formatting_func: Any, dataset_name: str
+    ) -> Any:
+        found = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        check_left(dataset, found, args, dataset_name)
+        return found

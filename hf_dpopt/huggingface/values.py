@@ -34,6 +34,7 @@ RANGES: dict[str, tuple[float, float, str]] = {  # option -> smallest, largest, 
     "adam_beta2": (0.0, 1 - 1e-9, "a number in [0, 1), such as 0.999"),
     "adam_epsilon": _NOT_NEGATIVE,
     "label_smoothing_factor": (0.0, 1.0, "a number in [0, 1]"),
+    "max_length": (2.0, 1e15, "an integer >= 2: one token leaves nothing to predict"),  # of TRL's arguments
     "max_grad_norm": (0.0, LARGEST, "a finite number >= 0; 0 is off"),
     "warmup_steps": _STEPS,
     "journal_limit": (0.0, LARGEST, "a finite number of GB >= 0, such as 4; 0 keeps no journal"),

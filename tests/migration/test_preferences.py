@@ -383,6 +383,21 @@ def test_texts_that_do_not_fit_are_named(tmp_path, make, limit):
         make(tmp_path, max_length=limit)
 
 
+@pytest.mark.parametrize("limit", [1, 2, 60])
+@pytest.mark.parametrize(("trainer", "config"), [(DPDPOTrainer, DPDPOConfig), (DPRewardTrainer, DPRewardConfig)])
+def test_datasets_of_which_nothing_fits_are_refused(tmp_path, trainer, config, limit):
+    """DPO computes the values of its reference then, of no pair."""
+    long = _rows(6).map(lambda row: {name: f"other {row[name]}" * 5 for name in ("prompt", "chosen", "rejected")})
+    model, words = _reward_model() if trainer is DPRewardTrainer else _model(n_positions=512), "no record of the "
+    words += "eval dataset is left.* Set a larger max_length" if limit == 60 else "train dataset is left"
+    args = _arguments(tmp_path, config, max_length=limit, eval_data_privacy="public")
+    with pytest.raises(
+        DPConfigError, match=f"^max_length={limit}" + (" is out of range" if limit == 1 else f": {words}")
+    ):
+        trainer(model, args=args, train_dataset=_rows(), eval_dataset=long, processing_class=tiny.byte_tokenizer())
+    assert not (tmp_path / "out" / "privacy").exists()
+
+
 class MixedDPO(DPTrainerMixin, trl.DPOTrainer):
     pass
 

@@ -74,6 +74,22 @@ def check_data(inputs: TrainerInputs, training: TrainingRows) -> Iterator[Refusa
     )
 
 
+def check_left(given: Any, prepared: Any, args: Any, name: str) -> None:
+    """Refuse records of which a trainer of TRL left none; what follows there fails on an empty dataset.
+
+    Args:
+        given, prepared: the dataset before and after the trainer prepared it.
+        args: training arguments.
+        name: name of the dataset in the message.
+    """
+    if hasattr(prepared, "__len__") and len(given) > len(prepared) == 0:
+        raise DPConfigError(
+            f"max_length={args.max_length}: no record of the {name} dataset is left, because TRL leaves out records "
+            "of which it learns no token, or that do not fit. Set a larger max_length (None: no limit), and look at "
+            "what is learned (assistant_only_loss, completion_only_loss)."
+        )
+
+
 def check_batch(args: Any, product: int, num_sampled: int) -> None:
     """Refuse a logical batch that is larger than the dataset, by the options that it was given with.
 
