@@ -187,7 +187,7 @@ def main(argv: list[str]) -> None:
 
 
 def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTrainingArguments]:
-    """Flags, or one .json file with their values; see `options.read_flags`.
+    """Flags, as `options.read_flags` reads them.
 
     Raises:
         DPConfigError: for values that are wrong or do not fit together.

@@ -141,7 +141,7 @@ def main(argv: list[str]) -> None:
 
 
 def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, HeadTrainingArguments]:
-    """Flags, or one .json file with their values.
+    """Flags, as `options.read_flags` reads them.
 
     Raises:
         DPConfigError: for values that are wrong, do not fit together, or have no theorem.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -97,7 +96,7 @@ def read_flags(
     training_class: type[DPTrainingArguments] = DPTrainingArguments,
     always: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any, DPTrainingArguments, bool]:
-    """Reads flags, or one .json file with their values, and fills in what is absent.
+    """Reads flags, and fills in what is absent.
 
     Without a model and data (none of `sources`) the embedded job's settings are the defaults. Without do_train,
     do_eval, do_predict there is training, and evaluation if there is something to evaluate on. Without output_dir a
@@ -115,19 +114,14 @@ def read_flags(
         DPConfigError: for values that cannot be read.
     """
     parser = Parser((*classes, training_class), allow_abbrev=False)
-    from_file = _json_flags(Path(argv[0])) if len(argv) == 1 and argv[0].endswith(".json") else None
-    words = {a.split("=")[0].lstrip("-").replace("-", "_") for a in argv if a.startswith("--")}
-    given = words if from_file is None else set(from_file)
+    given = {a.split("=")[0].lstrip("-").replace("-", "_") for a in argv if a.startswith("--")}
     embedded = not given & set(sources)
     defaults = {**(always or {}), **(embedded_defaults if embedded else {})}
     if given & {"noise_multiplier", "non_private"}:
         defaults.pop("target_epsilon", None)
     defaults["output_dir"] = str(RUNS / f"{'embedded' if embedded else run_name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if from_file is None:
-        parser.set_defaults(**defaults)
-        model_args, data_args, training_args = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
-    else:
-        model_args, data_args, training_args = parser.parse_dict({**defaults, **from_file})
+    parser.set_defaults(**defaults)
+    model_args, data_args, training_args = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
     if not given & set(ACTIONS.values()):
         training_args.do_train = True
         training_args.do_eval = embedded or not data_args.train_file or bool(data_args.validation_file)
@@ -150,24 +144,6 @@ class Parser(HfArgumentParser):
         if unknown:
             raise flags.unknown_flag(unknown[:1], self._option_string_actions)
         return found, unknown
-
-    def parse_dict(self, args: dict[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
-        names = {action.dest for action in self._actions}
-        if unknown := [name for name in args if name not in names]:
-            raise flags.unknown_flag(unknown, names)
-        return super().parse_dict(args, allow_extra_keys)
-
-
-def _json_flags(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DPConfigError(
-            f'{path} cannot be read as a file of arguments: {error}. Write {{"target_epsilon": 8, ...}}.'
-        ) from None
-    if not isinstance(values, dict):
-        raise DPConfigError(f'{path} holds a {type(values).__name__}. Write one object: {{"target_epsilon": 8, ...}}.')
-    return values
 
 
 def fill(training_args: DPTrainingArguments, chosen: Mapping[str, Any]) -> None:
@@ -212,6 +188,9 @@ def check(model_args: ModelArguments, data_args: Any, training_args: DPTrainingA
     check_counts(data_args)
     if model_args.lora_r < 0:
         raise DPConfigError(f"lora_r={model_args.lora_r} is negative. Use 4 to 64, or 0 to train all parameters.")
+    for name in ("lora_alpha", "lora_dropout", "lora_target_modules"):
+        if value := getattr(model_args, name):
+            check_lora(name, value, "lora_r 8", is_on=model_args.lora_r > 0)
     if model_args.lora_r and model_args.freeze != "none":
         raise DPConfigError("LoRA freezes the model already. Leave --freeze encoder or --lora_r out.")
     if model_args.dropout > 1 or model_args.dropout != model_args.dropout:
@@ -228,6 +207,21 @@ def check(model_args: ModelArguments, data_args: Any, training_args: DPTrainingA
         # wrong values end here, not after loading
         training_args.privacy_config(training_args.expected_batch_size or 1)
         check_arguments(training_args)
+
+
+def check_lora(name: str, value: Any, switch: str, *, is_on: bool) -> None:
+    """Refuse an option of LoRA where LoRA is off, for the whole model would be trained without a word.
+
+    Args:
+        switch: flag that switches LoRA on.
+
+    Raises:
+        DPConfigError: naming both ways out.
+    """
+    if not is_on:
+        raise DPConfigError(
+            f"{name}={value}: LoRA is off, so all weights would be trained. Add --{switch}, or leave {name} out."
+        )
 
 
 def check_no_statement(data_args: Any, training_args: DPTrainingArguments) -> None:

@@ -36,7 +36,6 @@ if __name__ == "__main__":  # run as a script: the repository root is not on the
         sys.exit("error: recipes/preferences.py needs the package trl. Run: pip install 'hf-dpopt[chat]'")
 
 import torch
-import yaml
 
 from hf_dpopt import DPConfigError, DPDPOConfig, DPDPOTrainer, DPRewardConfig, DPRewardTrainer
 from hf_dpopt.records.losses import answer_log_probabilities
@@ -110,10 +109,9 @@ def job_of(argv: list[str]) -> str:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--job")
-    parser.add_argument("--config", type=Path)
+    parser.add_argument("--config")
     given = parser.parse_known_args(argv)[0]
-    in_file = yaml.safe_load(given.config.read_text()) if given.config and given.config.is_file() else {}
-    job = str(given.job or (in_file.get("job", "dpo") if isinstance(in_file, dict) else "dpo"))
+    job = str(given.job or sft.read_config(given.config).get("job", "dpo"))
     if job not in JOBS:
         raise DPConfigError(f"job={job!r} is not a job. Use one of: {', '.join(JOBS)}.")
     return job

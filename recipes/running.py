@@ -135,8 +135,11 @@ def run(argv: list[str], entry: Callable[[list[str]], None]) -> int:
     """Exit status of a run: 0, or 2 with one line on stderr for what the user can fix."""
     try:
         entry(argv)
-    except (DPConfigError, DPBudgetExceeded, ValueError, OSError, TemplateError, yaml.YAMLError) as error:
-        if os.environ.get("HF_DPOPT_DEBUG"):
+    except (
+        DPConfigError, DPBudgetExceeded, ValueError, OSError, TemplateError, yaml.YAMLError, ImportError, RuntimeError
+    ) as error:  # fmt: skip
+        is_known = not isinstance(error, RuntimeError) or isinstance(error, DPBudgetExceeded)
+        if os.environ.get("HF_DPOPT_DEBUG") or not (is_known or "to be installed" in str(error)):  # of --report_to
             raise
         rank = os.environ.get("RANK", "0")
         said = " ".join(_explain(error, argv).split())
@@ -150,6 +153,11 @@ def _explain(error: Exception, argv: list[str]) -> str:
     if isinstance(error, TemplateError):  # of chats, whose authors refuse some orders of roles
         return (
             f"model_name_or_path: its chat template refuses a conversation ({error}). Change its roles, or the model."
+        )
+    if "tokenizer.chat_template is not set" in str(error):
+        return (
+            "model_name_or_path: its tokenizer has no chat template, and the records are messages. Use a chat model, "
+            "or records whose columns are strings."
         )
     if isinstance(error, yaml.YAMLError):
         return f"config: the file is not YAML ({error}). Write one `key: value` per line."

@@ -36,6 +36,7 @@ if __name__ == "__main__":  # run as a script: the repository root is not on the
     if importlib.util.find_spec("trl") is None:
         sys.exit("error: recipes/sft.py needs the package trl. Run: pip install 'hf-dpopt[chat]'")
 
+import yaml
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from transformers import AutoConfig, GenerationConfig
@@ -124,15 +125,13 @@ def parse(
     # TRL reads `--config file`, not `--config=file`; with dashes a flag is the same one
     argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")}
-    file = dict(pairwise(argv)).get("--config")
-    if file is not None and not Path(file).is_file():
-        raise DPConfigError(f"config={file}: there is no such file. Name a YAML file of flags.")
     is_embedded = not given & {"config", "model_name_or_path", "train_file"}
     defaults: dict[str, Any] = {}
     if is_embedded:
         defaults = {**embedded} | ({"target_epsilon": None, "learning_rate": 2e-4} if "non_private" in given else {})
     elif "config" not in given:
         defaults = {"output_dir": options.RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"}
+    given |= set(read_config(dict(pairwise(argv)).get("--config")))
     words = [word for name, value in defaults.items() if value is not None for word in (f"--{name}", str(value))]
     parser = Parser((data, config, ModelConfig), allow_abbrev=False)
     data_args, training_args, model_args, unknown = parser.parse_args_and_config(
@@ -144,16 +143,31 @@ def parse(
     if not is_embedded and (data_args.train_file is None or model_args.model_name_or_path is None):
         missing = "train_file" if data_args.train_file is None else "model_name_or_path"
         raise DPConfigError(f"{missing}: missing. Name a model and a training file, or neither for the embedded job.")
-    if training_args.max_length is not None and training_args.max_length < 2:
-        raise DPConfigError(
-            f"max_length={training_args.max_length}: leaves nothing to predict. Use 2 or more; 128 to 1024 is usual."
-        )
+    for name in sorted(given - {"lora_task_type"}):
+        if name.startswith(("lora_", "use_dora", "use_rslora")) and (value := getattr(model_args, name)):
+            options.check_lora(name, value, "use_peft", is_on=model_args.use_peft)
     options.check_counts(data_args)
     options.check_no_statement(data_args, training_args)
     if "output_dir" not in given:  # the clocks of several processes differ
         training_args.output_dir = broadcast_object_list([training_args.output_dir])[0]
     training_args.do_train = True  # asked for or not; `running.publish` writes the card of what was trained
     return data_args, training_args, model_args, is_embedded
+
+
+def read_config(path: str | None) -> dict[str, Any]:
+    """Flags of a YAML file; none without a file.
+
+    Raises:
+        DPConfigError: if there is no such file, or it holds no flags.
+    """
+    if path is None:
+        return {}
+    if not Path(path).is_file():
+        raise DPConfigError(f"config={path}: there is no such file. Name a YAML file of flags.")
+    found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise DPConfigError(f"config={path}: the file has no flags. Write one `key: value` per line.")
+    return found
 
 
 def set_model(training_args: Any, model_args: ModelConfig, is_embedded: bool) -> None:
@@ -272,9 +286,9 @@ def as_pair(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def prompt_of(row: dict[str, Any]) -> Any:
-    """What the model is asked: the messages before the last answer, or the prompt."""
+    """What the model is asked: the messages before the last one, if there are any, or the prompt."""
     if "messages" in row:
-        return row["messages"][:-1]
+        return row["messages"][:-1] or row["messages"]
     return row["prompt"] if "prompt" in row else " ".join(row["text"].split()[:8])
 
 

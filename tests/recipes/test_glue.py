@@ -65,24 +65,6 @@ def test_run_glue_defaults_hold_with_data_of_ones_own(model_dir: str) -> None:
     assert training_args.do_train and training_args.do_eval
 
 
-def test_a_json_file_with_names_that_are_no_flags_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "flags.json"
-    path.write_text(json.dumps({"target_epsilom": 2.0, "task_name": "mrpc", "zzzz": 1}))
-    with pytest.raises(
-        DPConfigError, match=r"^target_epsilom is not a flag. Did you mean target_epsilon\? zzzz is not a flag. --help"
-    ):
-        parse([str(path)])
-
-
-def test_a_json_file_may_hold_the_flags(tmp_path: Path, model_dir: str) -> None:
-    path = tmp_path / "flags.json"
-    path.write_text(
-        json.dumps({"model_name_or_path": model_dir, "task_name": "mrpc", "target_epsilon": 2.0, "lora_r": 4})
-    )
-    model_args, data_args, training_args = parse([str(path)])
-    assert (model_args.lora_r, data_args.task_name, training_args.target_epsilon) == (4, "mrpc", 2.0)
-
-
 def test_non_private_reaches_the_same_batch_by_accumulation() -> None:
     training_args = parse(["--non_private", "--expected_batch_size", "512"])[2]
     assert training_args.gradient_accumulation_steps * training_args.per_device_train_batch_size == 512
@@ -107,6 +89,11 @@ REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     "label list": ({"label_list": "one"}, "Write e.g. negative,positive"),
     "samples": ({"max_train_samples": "0"}, "max_train_samples=0 is not a positive count. Use 1 or more"),
     "rank": ({"lora_r": "-1"}, "lora_r=-1 is negative. Use 4 to 64"),
+    "layers without a rank": (
+        {"lora_target_modules": "query"},
+        "lora_target_modules=.*: LoRA is off, so all weights would be trained. Add --lora_r 8, or leave",
+    ),
+    "scale without a rank": ({"lora_alpha": "16"}, "lora_alpha=16: LoRA is off"),
     "dropout": ({"dropout": "1.5"}, "dropout=1.5 is not a rate. Use 0 to 1"),
     "frozen adapters": ({"lora_r": "2", "freeze": "encoder"}, "Leave --freeze encoder or --lora_r out"),
     "public is private": ({"public_file": "train.tsv"}, "a file of the private run, too"),
@@ -150,6 +137,7 @@ REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     "fp16": ({"fp16": "true"}, "fp16=True: .* Use --bf16"),
     "not a number": ({"target_epsilon": "eight"}, "invalid float value: 'eight'"),
     "flag of plan": ({"epsilon": "3"}, "--epsilon is not a flag. Did you mean --target_epsilon"),
+    "a package that is not there": ({"report_to": "swanlab"}, "requires swanlab to be installed. Run `pip install swanlab`"),
     "longer flag": ({"lora_rank": "8"}, "--lora_rank is not a flag. Did you mean --lora_r[?]"),
     "unknown flag": ({"train_fiel": "x"}, "--train_fiel is not a flag. Did you mean --train_file"),
     "a flag like no other": ({"zzzz": "x"}, "--zzzz is not a flag. --help lists all"),

@@ -112,10 +112,16 @@ def test_a_row_that_is_no_pair_is_named(pairs, capsys, row, says):
         ({"job": "kto"}, "job='kto' is not a job. Use one of: dpo, reward."),
         ({"job": "reward", "beta": "0.2"}, "--beta is not a flag"),
         ({"eval_data_privacy": "private", "eval_target_epsilon": "1"}, "not supported by this recipe"),
+        (
+            {"job": "reward", "lora_alpha": "32"},
+            "lora_alpha=32: LoRA is off, so all weights would be trained. Add --u",
+        ),
+        ({"config": "list.yaml"}, "config=list.yaml: the file has no flags"),
         ({"max_eval_samples": "0"}, "max_eval_samples=0 is not a positive count"),
     ],
 )
 def test_wrong_flags_end_in_one_line(pairs, capsys, changes, says):
+    Path("list.yaml").write_text("- use_peft")
     assert preferences.run(_words(**changes)) == 2
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1 and not Path("out").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,16 @@ def test_a_template_that_refuses_an_order_of_roles_ends_in_one_line(folder, caps
     assert "its chat template refuses a conversation (No system role)" in last and not Path("out/privacy").exists()
 
 
+def test_messages_need_a_chat_template(folder, capsys):
+    Path("model/chat_template.jinja").unlink()
+    assert sft.run(_words()) == 2
+    last = capsys.readouterr().err.rstrip().splitlines()[-1]
+    assert (
+        "error: model_name_or_path: its tokenizer has no chat template, and the records are messages. Use a " in last
+    )
+    assert not Path("out").exists()
+
+
 @pytest.mark.parametrize("column", ["messages", "text"])
 def test_a_first_row_of_the_wrong_kind_is_named(folder, capsys, column):
     """It was read as the kind of all rows, and TRL dropped them."""
@@ -147,7 +158,13 @@ def test_a_first_row_of_the_wrong_kind_is_named(folder, capsys, column):
         ({"train_file": "."}, "Convert or rename it"),
         ({"model_name_or_path": "nothere"}, "The configuration of 'nothere' cannot be loaded"),
         ({"max_train_samples": "-5"}, "max_train_samples=-5 is not a positive count"),
-        ({"max_length": "1"}, "max_length=1: leaves nothing to predict. Use 2 or more"),
+        ({"config": "list.yaml"}, "config=list.yaml: the file has no flags. Write one `key: value` per line."),
+        (
+            {"lora_r": "16"},
+            "lora_r=16: LoRA is off, so all weights would be trained. Add --use_peft, or leave lora_r out",
+        ),
+        ({"use_rslora": "true"}, "use_rslora=True: LoRA is off"),
+        ({"config": "lora.yaml"}, "lora_target_modules=all-linear: LoRA is off"),
         ({"config": "nothere.yaml"}, "config=nothere.yaml: there is no such file"),
         ({"config": "odd.yaml"}, "config: the file is not YAML"),
         ({"max_steps": "many"}, "--max-steps: invalid int value: 'many'. --help lists all flags."),
@@ -156,10 +173,32 @@ def test_a_first_row_of_the_wrong_kind_is_named(folder, capsys, column):
     ],
 )
 def test_wrong_flags_end_in_one_line(folder, capsys, changes, says):
-    Path("odd.yaml").write_text("a: [b")
+    for name, text in (("odd", "a: [b"), ("list", "- use_peft"), ("lora", "lora_target_modules: all-linear")):
+        Path(f"{name}.yaml").write_text(text)
     assert sft.run(_words(**changes)) == 2
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1 and not Path("out").exists()
+
+
+def test_a_limit_below_two_tokens_is_refused(folder, capsys):
+    assert sft.run(_words(max_length="1")) == 2
+    assert "max_length=1 is out of range. Use an integer >= 2" in capsys.readouterr().err and not Path("out").exists()
+
+
+def test_held_out_conversations_of_which_no_answer_fits_are_refused(folder, capsys):
+    for name, num, times in (("train", 24, 1), ("dev", 4, 12)):
+        rows = [{"prompt": f"{name} {i}?" * times, "completion": f" so {i}"} for i in range(num)]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert sft.run(_words(max_length="48")) == 2
+    assert "max_length=48: no record of the eval dataset is left" in capsys.readouterr().err
+    assert not Path("out/privacy").exists()
+
+
+def test_a_held_out_question_without_an_answer_is_asked(folder, capsys):
+    rows = [{"messages": row["messages"][:1]} for row in _rows(4, "why")]
+    Path("dev.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert sft.run(_words()) == 0, capsys.readouterr().err
+    assert re.search(r"asked +why 0\?\n +before ", capsys.readouterr().out)
 
 
 def test_a_flag_with_dashes_is_the_same_flag(folder, monkeypatch):
