@@ -229,7 +229,7 @@ def _column(where: str, name: str, given: Any) -> Column:
         raise DPConfigError(f"{where}: min and max must be of type {kind}, and min below max. Correct them.")
     if kind != "category":
         return column
-    values = column.values if isinstance(column.values, list) else []
+    values = given["values"] if isinstance(given["values"], list) else []
     texts = {str(value) for value in values if isinstance(value, (str, int, float))}
     if not texts or "" in texts or len(texts) < len(values):
         raise DPConfigError(f"{where}: values must be a list of different strings or numbers. Correct it.")
