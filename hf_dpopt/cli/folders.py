@@ -7,11 +7,16 @@ from pathlib import Path
 import typer
 
 from hf_dpopt.cli.show import print_json, print_table
-from hf_dpopt.report.release_scan import scan_for_secrets
+from hf_dpopt.report.release_scan import Finding, scan_for_secrets
 from hf_dpopt.report.statement import round_up
 from hf_dpopt.run.checkpoint import UNPUBLISHED
 from hf_dpopt.run.dataset_ledger import DatasetLedger
 from hf_dpopt.run.keys import private_dir, secrets_in
+from hf_dpopt.verify.claims import Report
+from hf_dpopt.verify.files import FOLDER, check_released
+from hf_dpopt.verify.outcome import Contradiction, Unknown
+from hf_dpopt.verify.reading import Fields, read_regular, strict_json
+from hf_dpopt.verify.verifying import REPORT
 
 
 def show_findings(output_dir: Path, private_state_dir: Path | None) -> int:
@@ -23,12 +28,27 @@ def show_findings(output_dir: Path, private_state_dir: Path | None) -> int:
     """
     directory = private_dir(private_state_dir, output_dir, is_read=True)
     secrets = secrets_in(directory)
-    findings = scan_for_secrets(output_dir, secrets, unpublished=UNPUBLISHED)
+    findings = scan_for_secrets(output_dir, secrets, unpublished=UNPUBLISHED) + _other_weights(output_dir)
     for finding in findings:
         typer.echo(str(finding))
     known = f"{len(secrets)} keys of {directory}" if secrets else f"no keys (there are none left in {directory})"
     typer.echo(f"{len(findings)} finding(s) in {output_dir}; looked for {known}, private files and un-noised results.")
     return len(findings)
+
+
+def _other_weights(output_dir: Path) -> list[Finding]:
+    """Find weights that the report of the folder does not name, such as those of a training without privacy."""
+    path = output_dir / FOLDER / REPORT
+    if not path.is_file():
+        return []
+    try:
+        check_released(Report(Fields(strict_json(read_regular(path)), "the report"), path=path))
+    except Unknown:
+        return []
+    except Contradiction as error:
+        fix = "save the model of that run there again, or move the statement out of the folder"
+        return [Finding(f"{FOLDER}/{REPORT}", f"a statement about other weights: {error}", fix)]
+    return []
 
 
 def show_ledger(path: Path, *, as_json: bool) -> None:

@@ -91,6 +91,11 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
         check_types(self)  # transformers computes with them at once
         check_json(self)
         self.adam_beta1, self.adam_beta2 = float(self.adam_beta1), float(self.adam_beta2)  # torch takes no integers
+        if self.deepspeed:  # transformers would ask for the package first
+            raise DPConfigError(
+                f"deepspeed={shown(self.deepspeed)}: takes the backward and the optimizer over, with them clip and "
+                "noise. Leave deepspeed out; use accelerate launch, with --fsdp where a GPU does not hold the model."
+            )
         if self.output_dir is not None and Path(self.output_dir).is_file():
             raise DPConfigError(f"output_dir={self.output_dir}: is a file. Name a folder.")
         asked = self.optim
@@ -206,14 +211,19 @@ def is_secret(name: Any) -> bool:
 
 
 class RefuseStockTraining(TrainerCallback):
-    """Refuse to train with private arguments in a trainer that is not; `DPTrainerMixin` removes it from its own.
+    """Refuse to train without privacy in the folder of a private run, or with arguments of one.
 
     Arguments do not see the trainer that reads them, and every field and property that stock training reads is also
     read elsewhere: by evaluation, `to_dict` or `dataclasses.replace`. Callbacks are told when training begins, and a
-    Trainer, whatever its class, makes those of `DEFAULT_CALLBACKS`. For other arguments it does nothing.
+    Trainer, whatever its class, makes those of `DEFAULT_CALLBACKS`; `DPTrainerMixin` removes this one from its own.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.output_dir is not None and (Path(args.output_dir) / "privacy" / "statement.md").is_file():
+            raise DPConfigError(
+                f"output_dir={args.output_dir}: holds the privacy statement of another run, and this trainer trains "
+                "without privacy. Choose another output_dir."
+            )
         if not isinstance(args, DPTrainingArguments):
             return
         budget = "target_epsilon" if args.target_epsilon is not None else "noise_multiplier"

@@ -17,6 +17,7 @@ import transformers as tf
 import trl
 
 from hf_dpopt import DPConfigError, DPSeq2SeqTrainingArguments, DPTrainer, DPTrainerMixin, DPTrainingArguments
+from hf_dpopt.cli.folders import show_findings
 from tests.adversary.harness import words
 from tests.helpers import tiny
 
@@ -118,6 +119,23 @@ def test_a_stock_trainer_evaluates_and_predicts(tmp_path: Path) -> None:
 def test_without_a_budget_a_stock_trainer_trains_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _stock(tiny.arguments(tmp_path / "out", noise_multiplier=None, max_steps=1)).train()
     assert "NOT PRIVATE" in caplog.text
+
+
+def test_a_statement_does_not_describe_weights_that_a_stock_trainer_wrote(tmp_path: Path) -> None:
+    """It trains nowhere near a statement; where this package is not imported, `hf-dpopt scan` finds what it wrote."""
+    private = tiny.trainer(tmp_path / "out", max_steps=1)
+    private.train()
+    private.save_model()
+    assert show_findings(tmp_path / "out", None) == 0
+    plain = tf.TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to="none", max_steps=1)
+    with pytest.raises(
+        DPConfigError, match="^output_dir=.*out: holds the privacy statement of another run.*Choose another"
+    ):
+        _stock(plain).train()
+    model = tiny.model()
+    model.classifier.weight.data += 1
+    model.save_pretrained(tmp_path / "out")
+    assert show_findings(tmp_path / "out", None) == 1
 
 
 def test_other_trainers_are_left_alone(tmp_path: Path) -> None:

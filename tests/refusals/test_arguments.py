@@ -10,7 +10,7 @@ import transformers as tf
 from accelerate.utils import DistributedType, DynamoBackend
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from hf_dpopt import DPConfigError, DPTrainer, UnsupportedModuleError
+from hf_dpopt import DPConfigError, DPSeq2SeqTrainer, DPTrainer, DPTrainingArguments, UnsupportedModuleError
 from hf_dpopt.huggingface.refusals.training_arguments import check_accelerator
 from tests.refusals.base import bert, num_charged, records
 
@@ -171,3 +171,11 @@ def test_stock_arguments(tmp_path, refused):
         DPTrainer(model, args, train_dataset=dataset)
     with refused("got NoneType.*DPTrainingArguments"):
         DPTrainer(model, train_dataset=dataset)
+    args = DPTrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, report_to="none", target_epsilon=8.0)
+    with refused("DPSeq2SeqTrainer got DPTrainingArguments, .*Use hf_dpopt.DPSeq2SeqTrainingArguments"):
+        DPSeq2SeqTrainer(model, args, train_dataset=dataset)
+
+
+def test_deepspeed_is_refused_before_its_package_is_looked_for(tmp_path):
+    with pytest.raises(DPConfigError, match="^deepspeed='zero2.json': takes the backward .* Leave deepspeed out; use"):
+        DPTrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, target_epsilon=8.0, deepspeed="zero2.json")

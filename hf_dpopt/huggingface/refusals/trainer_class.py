@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from transformers import Seq2SeqTrainer, Trainer
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from hf_dpopt.common.errors import DPConfigError, Refusal, refuses
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
@@ -37,6 +37,11 @@ def check_arguments_given(args: Any, trainer_class: type) -> None:
             f"{trainer_class.__name__} got {type(args).__name__}. Replace it by hf_dpopt.DPTrainingArguments "
             "(a Seq2SeqTrainer takes hf_dpopt.DPSeq2SeqTrainingArguments, TRL's trainers hf_dpopt.DPSFTConfig, "
             "DPDPOConfig or DPRewardConfig), and set target_epsilon."
+        )
+    if issubclass(trainer_class, Seq2SeqTrainer) and not isinstance(args, Seq2SeqTrainingArguments):
+        raise DPConfigError(
+            f"{trainer_class.__name__} got {type(args).__name__}, which does not say how to generate. Use "
+            "hf_dpopt.DPSeq2SeqTrainingArguments."
         )
 
 
