@@ -122,6 +122,7 @@ QUESTIONS = Way(
         ),
     ),
 )
+SPANS = dataclasses.replace(QUESTIONS, says=f"other models: `run_qa.py`, and {QUESTIONS.says}", instead="run_qa")
 MASKED = Way("another objective: `run_mlm.py --line_by_line`", ("--line_by_line",), instead="run_mlm")
 RECONSTRUCTED = Way(
     "the loss of each image: `per_example_loss_func`, seven lines",
@@ -169,6 +170,11 @@ CASES: dict[str, Case] = {
         "question answering", "question-answering/run_qa.py",
         (*_files("squad", "json"), *_model("bert"), "--max_seq_length", "60", "--doc_stride", "16"),
         "cut from one example", (QUESTIONS, BLOCK), "`Trainer` is changed in `trainer_qa.py`, where it is subclassed",
+    ),
+    "run_qa_beam_search": Case(
+        "question answering, beam search", "question-answering/run_qa_beam_search.py",
+        (*_files("squad", "json"), *_model("xlnet_spans"), "--max_seq_length", "60", "--doc_stride", "16"),
+        "tokens in the first dimension", (SPANS,), note="with XLNet alone",
     ),
     "run_translation": Case(
         "translation", "translation/run_translation.py",

@@ -7,6 +7,7 @@ import gzip
 import importlib
 import json
 from pathlib import Path
+from string import printable
 from typing import Any
 
 from tests.helpers import tiny
@@ -232,7 +233,13 @@ def _models(folder: Path, shared: Path) -> None:
     )  # fmt: skip
     words_of = {"vocab_size": len(words)}
     ends = {"bos_token_id": 101, "eos_token_id": 102, "decoder_start_token_id": 102, "forced_eos_token_id": 102}
-    net = tf.XLNetConfig(**words_of, d_model=16, n_layer=1, n_head=2, d_inner=16, pad_token_id=0)
+    small = {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16}
+    net = tf.XLNetConfig(**words_of, **small, pad_token_id=0)
+    known = [*((f"▁{word}", -1.0) for word in words.get_vocab() if word.isalnum()), *((c, -9.0) for c in printable)]
+    own = tf.XLNetTokenizer(
+        [("<unk>", 0.0), *known], do_lower_case=True, model_max_length=64
+    )  # its class takes no other
+    spans = tf.XLNetForQuestionAnswering(tf.XLNetConfig(vocab_size=len(own), **small, start_n_top=2, end_n_top=2))
     made = {
         "bert": (tiny.made(tf.BertForMaskedLM, **words_of), words),
         "bart": (tiny.made(tf.BartForConditionalGeneration, **words_of, **ends), words),
@@ -241,6 +248,7 @@ def _models(folder: Path, shared: Path) -> None:
             tiny.made(tf.GPT2LMHeadModel, vocab_size=len(pieces), bos_token_id=50256, eos_token_id=50256), pieces,
         ),
         "xlnet": (tf.XLNetLMHeadModel(net), words),
+        "xlnet_spans": (spans, own),
         "vit": (tiny.made(tf.ViTForImageClassification, image_size=16, patch_size=8), None),
     }  # fmt: skip
     for name, (model, tokenizer) in made.items():

@@ -45,7 +45,7 @@ def check_model(model: nn.Module) -> Iterator[Refusal]:
         is_xlnet and any("transformer." in name for name in trained),
         "XLNet computes with the tokens in the first dimension and the records in the second, so the gradients of "
         "records cannot be told apart. Train its head alone (freeze model.transformer), or another model: "
-        "run_mlm.py, run_clm.py.",
+        "run_mlm.py, run_clm.py, run_qa.py.",
     )
     yield (
         any(p.dtype == torch.float16 for p in trained.values()),
