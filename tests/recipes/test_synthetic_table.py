@@ -126,7 +126,7 @@ def test_one_command_makes_a_table_of_the_schema(folder, capsys):
     for age, weight, city, sick in rows:
         assert age.isdigit() and 20 <= int(age) <= 29 and city in CITIES and sick in ("no", "yes")
         assert not weight or 50 <= float(weight) <= 80
-    assert len({row[0] for row in rows}) > 1 and len({row[2] for row in rows}) > 1
+    assert len({row[0] for row in rows}) > 1  # noise that hides nine of ten ages has a probability below 1e-4
     scores = json.loads(Path("out/evaluation.json").read_text())
     share = scores["share_that_fits_the_schema"]
     assert 0 < share <= 1 and f"{share:.1%} of the sampled rows fit the schema" in printed
@@ -164,7 +164,9 @@ def test_users_and_json_lines_keep_their_types(folder, capsys):
         patch.setattr("recipes.synthetic_table.sample", sampled)
         assert synthetic.run(flags) == 0, capsys.readouterr().err
     made = [json.loads(line) for line in Path("out/dataset/synthetic.jsonl").open()]
-    assert {type(row["sick"]) for row in made} == {bool} and {row["weight"] for row in made} == {None, 61.5}
+    fit = {(21, None, "Ulm", True), (22, 61.5, "Bonn", False)}  # noisy counts say how many of each
+    assert len(made) == 30 and {tuple(row.values()) for row in made} <= fit
+    assert {tuple(map(type, row.values())) for row in made} <= {tuple(map(type, row)) for row in fit}
     assert json.loads(Path("out/evaluation.json").read_text())["share_that_fits_the_schema"] == pytest.approx(
         2 / 3, abs=0.01
     )
