@@ -20,6 +20,7 @@ from torch import nn
 
 from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.clipping.clipped_sum import ClippedSum
+from hf_dpopt.clipping.contributions import flat_by_record
 from hf_dpopt.clipping.products import wide
 from hf_dpopt.common.types import SPOILT
 from hf_dpopt.plan.local_training import LocalTraining
@@ -97,7 +98,7 @@ def drop_diverged(moves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     ends = torch.stack([end for m in moves.values() if m.numel() for end in torch.aminmax(m)])
     if (ends.abs() <= LARGEST_MOVE).all():  # false for what is no number
         return dict(moves)
-    largest_U = torch.stack([m.flatten(1).abs().amax(dim=1) for m in moves.values() if m.numel()]).amax(dim=0)
+    largest_U = torch.stack([flat_by_record(m).abs().amax(dim=1) for m in moves.values() if m.numel()]).amax(dim=0)
     is_fine_U = largest_U <= LARGEST_MOVE
     return {
         name: torch.where(is_fine_U.view(-1, *[1] * (m.dim() - 1)), m, torch.full_like(m, torch.nan))

@@ -128,6 +128,7 @@ def test_what_a_user_gives_does_not_depend_on_who_is_trained_beside_them():
 
 def test_a_user_who_diverges_gives_nothing():
     moves = {"a": torch.tensor([[1.0, 2.0], [101.0, 0.0], [0.0, float("nan")], [99.0, -99.0]]), "b": torch.ones(4, 3)}
+    moves["a single number"] = torch.ones(4)
     found = drop_diverged(moves)
     assert found["a"][[0, 3]].tolist() == [[1, 2], [99, -99]] and found["b"][[0, 3]].sum() == 6
     assert found["a"][1:3].isnan().all() and found["b"][1:3].isnan().all()  # which no sum takes
