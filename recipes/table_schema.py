@@ -34,6 +34,7 @@ KEYS = {"integer": ("min", "max"), "number": ("min", "max"), "category": ("value
 NUMBER = {"integer": "-?[0-9]+", "number": r"-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?"}
 STRING = r'"(?:[^"\\]|\\.)*"'  # of JSON
 PLAIN = re.compile(r"\w+(?:[ ./+-]\w+)*")  # what needs no quotes
+HALF = re.compile(r"[\ud800-\udfff]")  # of a surrogate pair: JSON can name one alone, UTF-8 cannot hold it
 MISSING = "?"
 MOST_INTERVALS = 10  # of a range, in a histogram
 
@@ -64,7 +65,8 @@ class Column:
         """
         value = None
         if self.type == "text":
-            value = given if isinstance(given, str) and (given or not self.optional) else None
+            is_text = isinstance(given, str) and not HALF.search(given)
+            value = given if is_text and (given or not self.optional) else None
         elif self.type == "category":
             value = next((one for one in self.values if given is not None and str(one) == str(given)), None)
         else:

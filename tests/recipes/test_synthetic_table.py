@@ -331,6 +331,16 @@ def test_what_does_not_fit_is_not_parsed(tmp_path, monkeypatch, text):
     assert schema.parse(text) is None
 
 
+def test_half_a_character_is_not_text(tmp_path, monkeypatch):
+    """A model may sample one: the file of the rows could not be written, once all was spent."""
+    monkeypatch.chdir(tmp_path)
+    schema = schema_of({"note": {"type": "text"}})
+    assert schema.parse(r'note: "a\ud83d\ude00"') == ("a\U0001f600",)
+    assert schema.parse(r'note: "a\ud83d"') is None
+    with pytest.raises(DPConfigError, match="row 1: 'note' is missing, or is not"):
+        schema.rows(Table("t", {"note": ["a\ud83d"]}))
+
+
 def test_a_record_is_made_to_fit_by_itself(tmp_path, monkeypatch):
     """Clipped to a range, missing where that may be: what a row becomes depends on no other row."""
     monkeypatch.chdir(tmp_path)
