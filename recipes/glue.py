@@ -465,6 +465,8 @@ def summary(
     on = data.description
     if (users := running.num_users(trainer)) is not None:
         on = re.sub(r"^\d+ records", f"records of {users} users", on)  # how many is private
+    if data_args.max_train_samples is not None:
+        on += f", trained on the first {data_args.max_train_samples}"
     what = f"{model_args.model_name_or_path}{start} ({num_parameters:,} trained parameters) on {on}"
     lines = [("what was run", what)]
     validation = next(iter(evaluation_splits(splits).values()), None)
