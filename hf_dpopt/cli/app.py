@@ -103,6 +103,8 @@ def synth(
     """
     from hf_dpopt.cli import train as training
 
+    if str(file).startswith("-"):
+        raise DPConfigError(f"{file}: an option. Name the file first: `hf-dpopt synth patients.csv {file} ..`.")
     training.run_script("synthetic", [str(file), *(flags or [])])
 
 

@@ -126,6 +126,15 @@ def test_flags_come_after_the_file(run, flags: list[str]) -> None:
     assert code == 2 and f"Name the file first: `hf-dpopt train config.yaml {flags[0]} ..`." in err
 
 
+def test_the_file_of_synth_comes_first(monkeypatch, capsys) -> None:
+    """Without one the script would run its embedded job."""
+    monkeypatch.setattr(sys, "argv", ["hf-dpopt", "synth", "--num_rows", "5"])
+    monkeypatch.setattr("hf_dpopt.cli.train.run_script", lambda *_: pytest.fail("the script ran"))
+    with pytest.raises(SystemExit) as stopped:
+        app.main()
+    assert stopped.value.code == 2 and "Name the file first: `hf-dpopt synth patients.csv" in capsys.readouterr().err
+
+
 def test_synth_runs_its_script_on_a_file(tmp_path, monkeypatch, capsys) -> None:
     """A table without a text gets a draft of its schema: the names of its columns, and no value."""
     pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test]'")
