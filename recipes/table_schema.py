@@ -142,7 +142,7 @@ class Schema:
             DPConfigError: naming the column that is not described.
         """
         try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
+            found = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=_without_doubles)
         except (OSError, ValueError) as error:
             raise DPConfigError(f"schema={path}: cannot be read ({error}). Name a file of JSON.") from None
         if not isinstance(found, dict) or not found:
@@ -206,6 +206,14 @@ class Schema:
         return {one.name: one.num_cells for one in self.columns}
 
 
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, of which a key that is there twice would silently be the last one."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a key is there twice among {', '.join(name for name, _ in pairs)}")
+    return found
+
+
 def _column(where: str, name: str, given: Any) -> Column:
     """A column of the file.
 
@@ -214,7 +222,7 @@ def _column(where: str, name: str, given: Any) -> Column:
     """
     kind = given.get("type") if isinstance(given, dict) else None
     if not isinstance(kind, str) or kind not in KEYS:
-        raise DPConfigError(f"{where} has no type. Give it one of: {', '.join(KEYS)}.")
+        raise DPConfigError(f"{where}: type must be one of {', '.join(KEYS)}. Correct it.")
     if not {"type", *KEYS[kind]} <= given.keys() <= {"type", "optional", *KEYS[kind]}:
         raise DPConfigError(
             f"{where} has the keys {', '.join(given)}. Give it {', '.join(('type', *KEYS[kind]))}; it may have "

@@ -201,8 +201,11 @@ BAD = {  # what is wrong -> how to make it, part of the message
     "no such schema": (lambda: {"schema": "nothere.json"}, "schema=nothere.json: cannot be read"),
     "no JSON": (lambda: _text("age: integer"), "schema=odd.json: cannot be read"),
     "no columns": (lambda: _text("[]"), "schema=odd.json: has no columns"),
-    "a draft": (lambda: _schema(age={"type": "one of integer"}), "column 'age' has no type"),
-    "no description": (lambda: _schema(age="integer"), "column 'age' has no type"),
+    "a draft": (lambda: _schema(age={"type": "one of integer"}), "column 'age': type must be one of"),
+    "no description": (lambda: _schema(age="integer"), "column 'age': type must be one of"),
+    "a column twice": (
+        lambda: _text('{"age": {"type": "text"}, "age": {"type": "text"}}'), "a key is there twice among age, age"
+    ),
     "no range": (lambda: _schema(age={"type": "integer", "min": 1}), "Give it type, min, max; it may have optional"),
     "another key": (lambda: _schema(sick={"type": "text", "most": 9}), "has the keys type, most. Give it type;"),
     "range upside down": (lambda: _schema(age={"type": "integer", "min": 9, "max": 1}), "'age': min and max must be"),
