@@ -63,13 +63,14 @@ class Column:
         Raises:
             ValueError: if there is none, and it is not optional.
         """
-        value = None
+        value: Any = None
         if self.type == "text":
             is_text = isinstance(given, str) and not HALF.search(given)
             value = given if is_text and (given or not self.optional) else None
-        elif self.type == "category":
-            value = next((one for one in self.values if given is not None and str(one) == str(given)), None)
-        else:
+        elif self.type == "category" and given is not None:
+            same = [one for one in self.values if str(one) == str(given)]
+            value = next(iter(same or [one for one in self.values if _from_json(str(given).lower()) == one]), None)
+        elif self.type in NUMBER:
             with contextlib.suppress(ValueError):  # of what is not a number
                 number = float(str(given))
                 if math.isfinite(number) and (self.type == "number" or number.is_integer()):
@@ -122,6 +123,14 @@ class Column:
             return length_cell(value)
         width, num = self.max - self.min + (self.type == "integer"), self.num_cells - self.optional
         return min(int((value - self.min) * num / width), num - 1)
+
+
+def _from_json(text: str) -> Any:
+    """The value of a text, as of "true" and "1.0", which other programs write for True and 1."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _quoted(text: str) -> str:

@@ -361,6 +361,28 @@ def test_a_record_is_made_to_fit_by_itself(tmp_path, monkeypatch):
             rows([given[0], [bad, "60", "Ulm", "no"]])
 
 
+@pytest.mark.parametrize(
+    ("values", "given", "fitted"),
+    [
+        ([True, False], ["true", "FALSE", True, "False"], [True, False, True, False]),
+        ([1, 2.5], ["1.0", 2.5, 1, "2.50"], [1, 2.5, 1, 2.5]),
+        (["1.0", 1], ["1.0", "1", 1.0, 1], ["1.0", 1, "1.0", 1]),
+        (["01", "None", "Bonn"], ["1", None, "bonn", "01"], [None, None, None, "01"]),
+    ],
+)
+def test_categories_are_found_as_other_programs_write_them(values, given, fitted):
+    """pandas writes 1.0 for the integers of a column with gaps; spreadsheets write TRUE. Strings are as they are."""
+    column = Column("sick", "category", optional=True, values=tuple(values))
+    found = [column.fit(one) for one in given]
+    assert found == fitted and [*map(type, found)] == [*map(type, fitted)]
+
+
+def test_a_schema_with_a_byte_order_mark_is_read(tmp_path):
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps(SCHEMA), encoding="utf-8-sig")
+    assert Schema.of_file(str(path)).names == list(SCHEMA)
+
+
 def test_every_column_has_a_histogram(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     schema = schema_of(SCHEMA | {"few": {"type": "integer", "min": 1, "max": 3}, "note": {"type": "text"}})
