@@ -275,6 +275,12 @@ def check(
     make: Callable[[], TextRows | TableRows]
     if schema is not None:
         rows, held_out = (schema.rows(table) if table is not None else [] for table in (train, test))
+        for name, values in zip(schema.names, zip(*rows, strict=True), strict=True):
+            if all(value is None for value in values):
+                raise DPConfigError(
+                    f"{train.name}: no value of {name!r} is what the schema says. Correct the schema or how the "
+                    "values are written, or leave the column out."
+                )
         texts, others = ([*map(schema.write, some)] for some in (rows, held_out))
         make = functools.partial(TableRows, args, schema, rows, held_out, training_args.seed)
     else:

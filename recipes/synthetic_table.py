@@ -69,7 +69,8 @@ class TableRows:
         if not found:
             raise DPConfigError(
                 f"schema={args.schema}: none of {num_sampled} sampled rows fits it. The model is in output_dir, and "
-                "what was spent stays spent. Train longer, use a larger target_epsilon, or a schema of fewer columns."
+                "what was spent stays spent. Sampling again costs nothing: add --resume_from_checkpoint True and a "
+                "lower --temperature. Or train longer, use a larger target_epsilon, or a schema of fewer columns."
             )
         cells = [np.array(places) for places in self._schema.cells(found).values()]
         weights = rake(cells, [shares(counts[name]) for name in self.columns])

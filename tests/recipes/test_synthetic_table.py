@@ -225,6 +225,9 @@ BAD = {  # what is wrong -> how to make it, part of the message
     ),
     "a missing value": (lambda: _schema(weight={"type": "number", "min": 1, "max": 99}), "line 4: 'weight' is missing"),
     "words for a number": (lambda: _schema(city={"type": "number", "min": 1, "max": 99}), "line 2: 'city' is missing"),
+    "no value of a column fits": (
+        lambda: _schema(city={"type": "number", "min": 1, "max": 99, "optional": True}), "no value of 'city' is what"
+    ),
     "label of numbers": (lambda: {"label_column": "age"}, "label_column=age: must be a category"),
     "label without held-out rows": (lambda: {"validation_file": None}, "label_column=sick: must be a category"),
     "label without a schema": (lambda: {"schema": None, "text_column": "city"}, "label_column=sick: needs a schema"),
