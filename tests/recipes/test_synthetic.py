@@ -262,7 +262,7 @@ def _small() -> str:
 CODES = "50"  # tokens: the longest control codes have 45
 USERS = {"privacy_unit": "user", "user_id_column": "person", "expected_batch_size": "8"}
 BAD = {  # what is wrong -> how to make it, part of the message
-    "codes longer than max_length": (lambda: {"max_length": "20"}, "max_length=20: DPSFTTrainer made 0 "),
+    "codes longer than max_length": (lambda: {"max_length": "20"}, "max_length=20: no record of the train"),
     "no room for a text": (lambda: {"max_length": CODES}, f"max_length={CODES}: control codes and a text of 5 words"),
     "no room in the model": (lambda: {"model_name_or_path": _small()}, "max_length=48: control"),
     "records longer than the model": (
