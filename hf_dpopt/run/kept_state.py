@@ -129,8 +129,8 @@ class KeptState:
             names = [name for name in names if not known[name].is_cache]
         names += [n for n, p in self._model.named_parameters() if n in self._marks and _mark(p) != self._marks[n]]
         if self._configs is not None:
-            now_configs = _configs_of(self._model)
-            names += [attribute for attribute in CONFIGS if now_configs[attribute] != self._configs[attribute]]
+            now_configs, before = _opened(_configs_of(self._model)), _opened(self._configs)
+            names += [attribute for attribute in CONFIGS if now_configs[attribute] != before[attribute]]
         return names + self._changed_added(is_thorough=is_thorough)
 
     def _changed_added(self, *, is_thorough: bool) -> list[str]:
@@ -268,6 +268,15 @@ def _configs_of(model: nn.Module) -> dict[str, dict[str, Any]]:
         attribute: {name: value for name, value in values.items() if name != WRITTEN_BY_TRANSFORMERS}
         for attribute, values in found.items()
     }
+
+
+def _opened(value: Any) -> Any:
+    """A value with all attributes of the configurations in it, which compare declared ones alone, or not at all."""
+    if hasattr(value, "to_dict"):
+        return type(value), _opened(vars(value))
+    if isinstance(value, (list, tuple)):
+        return [*map(_opened, value)]
+    return {name: _opened(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
 def _added(model: nn.Module, *, only_extra: bool = False) -> dict[str, bytes]:

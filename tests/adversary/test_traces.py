@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import GenerationConfig
+from transformers import BertConfig, GenerationConfig
 
 from hf_dpopt import DPConfigError, UnsupportedModuleError
 from hf_dpopt.convex import compute_features
@@ -204,8 +204,12 @@ class InGenerationConfig(InConfig):
     """The same in the configuration of generation, which is saved as generation_config.json."""
 
 
+class InConfigOfAPart(InConfig):
+    """The same in a configuration inside that of the model, as the language model of one that sees pictures has."""
+
+
 WRITERS = (
-    *MADE, InConfig, InGenerationConfig, BufferLonger, BufferReplaced, BufferRegistered, ExtraState, ExtraStateForGood,
+    *MADE, InConfig, InGenerationConfig, InConfigOfAPart, BufferLonger, BufferReplaced, BufferRegistered, ExtraState, ExtraStateForGood,
     WhenSaved, ByHook,
 )  # fmt: skip
 
@@ -220,6 +224,8 @@ def model_with(writer: type[Writer] | nn.Module) -> Any:
     if isinstance(layer, InGenerationConfig):
         model.generation_config = GenerationConfig()
         layer.config = model.generation_config
+    elif isinstance(layer, InConfigOfAPart):
+        model.config.part = layer.config = BertConfig()
     elif isinstance(layer, InConfig):
         layer.config = model.config
     return model, layer

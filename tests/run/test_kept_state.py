@@ -1,4 +1,4 @@
-"""Writes of a forward to trained parameters show, whatever is written."""
+"""Writes of a forward to trained parameters and configurations show, whatever is written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from transformers import BertConfig
 
 from hf_dpopt.common.errors import UnsupportedModuleError
 from hf_dpopt.run.kept_state import KeptState
@@ -30,3 +31,20 @@ def test_a_write_through_data_shows(name):
         WRITES[name](layer.weight.data)
         with pytest.raises(UnsupportedModuleError, match="weight: changed by a forward"):
             kept.check_trained(before)
+
+
+class OfLayers(BertConfig):
+    """As that of Gemma 4, whose layers differ: it refuses to be asked for one size."""
+
+    def __eq__(self, other):
+        raise AttributeError("head_dim is a per-layer attribute")
+
+
+def test_a_configuration_inside_another_is_compared_by_all_its_attributes():
+    model = nn.Linear(1, 1)
+    model.config = BertConfig()
+    model.config.parts = [OfLayers()]
+    kept = KeptState(model, has_caches=True)
+    assert kept.changed() == []
+    model.config.parts[0].seen = 1.0  # not one of those that its class declares
+    assert kept.restore() == ["config"] and not hasattr(model.config.parts[0], "seen")
