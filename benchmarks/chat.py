@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 REPO = Path(__file__).resolve().parents[1]
 ADDRESSED = re.compile(r"^([A-Za-z]\S{1,15})[:,]\s+(.+)")
-STOCK = "--non_private --gradient_accumulation_steps 4"
+STOCK = "--non_private --gradient_accumulation_steps 4 --train_sampling_strategy group_by_length"
 RUNS = {  # name -> options
     "epsilon 8": "--target_epsilon 8",
     "epsilon 3": "--target_epsilon 3",

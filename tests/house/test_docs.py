@@ -214,3 +214,13 @@ def test_the_table_of_kills_is_that_of_the_results(repo: Path) -> None:
     results = json.loads((repo / "docs/kill_storm.json").read_text())
     assert kill_storm.table(results) in (repo / "docs/reliability.md").read_text()
     assert not [run for runs in results["runs"].values() for run in runs if "error" in run]
+
+
+def test_the_table_of_chat_finetuning_is_that_of_the_results(repo: Path) -> None:
+    rows = json.loads((repo / "docs/chat.json").read_text())["rows"]
+    page = (repo / "docs/chat.md").read_text()
+    names = {"untrained": "none", "epsilon 8": "epsilon 8", "stock, rate 1e-3": "stock Trainer"}
+    for name, shown in names.items():
+        row = rows[name]
+        losses = f"{row['loss_planted']:.2f} | {row['loss_controls']:.2f}"
+        assert f"| {shown} | {row['loss']:.2f} | {row['told']} of 20 | {losses} |" in page
