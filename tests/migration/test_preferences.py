@@ -377,7 +377,7 @@ def test_the_end_of_a_private_prompt_is_not_printed(tmp_path, kind, caplog):
     assert "SECRET" not in caplog.text
 
 
-@pytest.mark.parametrize(("make", "limit"), [(_preferences, 18), (_rewards, 26)])
+@pytest.mark.parametrize(("make", "limit"), [(_preferences, 18), (_rewards, 28)])
 def test_texts_that_do_not_fit_are_named(tmp_path, make, limit):
     with pytest.raises(DPConfigError, match=f"^max_length={limit}: .* records of 24.*Set a larger max_length"):
         make(tmp_path, max_length=limit)
