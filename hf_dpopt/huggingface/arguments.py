@@ -237,7 +237,8 @@ class RefuseStockTraining(TrainerCallback):
         )
 
 
-DEFAULT_CALLBACKS.append(RefuseStockTraining)  # type: ignore[arg-type]
+_others = [one for one in DEFAULT_CALLBACKS if getattr(one, "__name__", "") != RefuseStockTraining.__name__]
+DEFAULT_CALLBACKS[:] = [*_others, RefuseStockTraining]  # type: ignore[list-item]  # once, though imported again
 
 
 @dataclass
