@@ -232,12 +232,13 @@ def longest_record(dataset: Any) -> int | None:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    def _rows(column: Any) -> Any:  # the choices of a record are rows of their own
-        has_choices = pa.types.is_list(column.type) and pa.types.is_list(column.type.value_type)
-        return pc.list_flatten(column) if has_choices else column
+    def longest(column: Any) -> int:
+        if pa.types.is_nested(getattr(column.type, "value_type", pa.null())):  # choices, of whatever kind of list
+            column = pc.list_flatten(column)
+        return pc.max(pc.list_value_length(column)).as_py() or 0
 
     batches = dataset.with_format("arrow", columns=["input_ids"]).iter(10_000)
     try:
-        return max((pc.max(pc.list_value_length(_rows(b.column(0)))).as_py() or 0 for b in batches), default=0) or None
+        return max((longest(batch.column(0)) for batch in batches), default=0) or None
     except NotImplementedError:  # no lists (ArrowNotImplementedError is one)
         return None

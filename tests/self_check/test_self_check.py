@@ -479,7 +479,9 @@ def test_the_longest_record_is_looked_for_where_records_are_stored():
     assert longest_record(datasets.Dataset.from_dict({"input_ids": [1, 2]})) is None
     assert longest_record([{"pixels": 1}]) is None and longest_record([]) is None
     choices = [{"input_ids": [[1] * n, [1] * 2]} for n in (3, 9)]
-    assert longest_record(choices) == longest_record(datasets.Dataset.from_list(choices)) == 9
+    stored = datasets.Dataset.from_list(choices)
+    large = datasets.Features({"input_ids": datasets.LargeList(datasets.LargeList(datasets.Value("int64")))})
+    assert longest_record(choices) == longest_record(stored) == longest_record(stored.cast(large)) == 9
 
 
 # --- an engine that is wrong -----------------------------------------------------------------------------------------
