@@ -12,6 +12,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import HfArgumentParser
 
 from hf_dpopt import DPConfigError, DPTrainingArguments
+from hf_dpopt.huggingface.arguments import check_no_statement
 from hf_dpopt.huggingface.refusals.training_arguments import check_arguments
 from recipes import flags
 from recipes.public_first import check_public
@@ -200,7 +201,8 @@ def check(model_args: ModelArguments, data_args: Any, training_args: DPTrainingA
             "eval_data_privacy='private' releases noisy metrics alone; non_private and do_predict give exact values "
             "of records. Leave what was set of them out, or evaluate on public data."
         )
-    check_no_statement(data_args, training_args)
+    if data_args.non_private:
+        check_no_statement(training_args.output_dir)
     if data_args.non_private:
         accumulate(training_args)
     elif training_args.do_train:
@@ -221,19 +223,6 @@ def check_lora(name: str, value: Any, switch: str, *, is_on: bool) -> None:
     if not is_on:
         raise DPConfigError(
             f"{name}={value}: LoRA is off, so all weights would be trained. Add --{switch}, or leave {name} out."
-        )
-
-
-def check_no_statement(data_args: Any, training_args: DPTrainingArguments) -> None:
-    """Refuse to train without privacy in the folder of a private run.
-
-    Raises:
-        DPConfigError: if it holds a statement.
-    """
-    if data_args.non_private and (Path(training_args.output_dir) / "privacy").exists():
-        raise DPConfigError(
-            f"{training_args.output_dir} holds the privacy statement of another run, which would stand beside a "
-            "model trained without privacy. Choose another --output_dir."
         )
 
 

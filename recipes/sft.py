@@ -42,6 +42,7 @@ from datasets import Dataset
 from transformers import AutoConfig, GenerationConfig
 
 from hf_dpopt import DPConfigError, DPSFTConfig, DPSFTTrainer
+from hf_dpopt.huggingface.arguments import check_no_statement
 from recipes import flags, hub, models, options, running
 from recipes.embedded.chats import build_smollm2, read_chats
 from recipes.tables import TEXT_EXTENSIONS, columns_in, read_table
@@ -147,7 +148,8 @@ def parse(
         if name.startswith(("lora_", "use_dora", "use_rslora")) and (value := getattr(model_args, name)):
             options.check_lora(name, value, "use_peft", is_on=model_args.use_peft)
     options.check_counts(data_args)
-    options.check_no_statement(data_args, training_args)
+    if data_args.non_private:
+        check_no_statement(training_args.output_dir)
     if "output_dir" not in given:  # the clocks of several processes differ
         training_args.output_dir = broadcast_object_list([training_args.output_dir])[0]
     training_args.do_train = True  # asked for or not; `running.publish` writes the card of what was trained

@@ -210,6 +210,19 @@ def is_secret(name: Any) -> bool:
     return name in PRIVATE_PLACES or (last in SECRET_WORDS and name not in VOCABULARY)
 
 
+def check_no_statement(output_dir: str | None) -> None:
+    """Refuse to train without privacy in the folder of a private run.
+
+    Raises:
+        DPConfigError: if it holds a statement, which would stand beside a model of another training.
+    """
+    if output_dir is not None and (Path(output_dir) / "privacy" / "statement.md").is_file():
+        raise DPConfigError(
+            f"output_dir={output_dir}: holds the privacy statement of another run, and this one trains without "
+            "privacy. Choose another output_dir."
+        )
+
+
 class RefuseStockTraining(TrainerCallback):
     """Refuse to train without privacy in the folder of a private run, or with arguments of one.
 
@@ -219,11 +232,7 @@ class RefuseStockTraining(TrainerCallback):
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if args.output_dir is not None and (Path(args.output_dir) / "privacy" / "statement.md").is_file():
-            raise DPConfigError(
-                f"output_dir={args.output_dir}: holds the privacy statement of another run, and this trainer trains "
-                "without privacy. Choose another output_dir."
-            )
+        check_no_statement(args.output_dir)
         if not isinstance(args, DPTrainingArguments):
             return
         budget = "target_epsilon" if args.target_epsilon is not None else "noise_multiplier"

@@ -84,6 +84,7 @@ def test_the_same_without_privacy(folder, capsys):
 def test_nothing_is_trained_without_privacy_beside_the_statement_of_a_private_run(folder, capsys, recipe):
     """Who finds the folder would take the statement for that of the model, and synthetic rows beside it for private."""
     Path("out/privacy").mkdir(parents=True)
+    Path("out/privacy/statement.md").touch()
     flags = [
         "--model_name_or_path",
         "model",
@@ -95,7 +96,7 @@ def test_nothing_is_trained_without_privacy_beside_the_statement_of_a_private_ru
         "true",
     ]
     assert recipe.run([*flags, "--non_private", "true"]) == 2
-    assert "out holds the privacy statement of another run" in capsys.readouterr().err
+    assert "out: holds the privacy statement of another run" in capsys.readouterr().err
 
 
 MESSAGES = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
