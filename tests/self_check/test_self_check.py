@@ -46,14 +46,20 @@ def check(model: nn.Module, like=None, *, loss="auto", clipping="flat", engine="
     return self_check(made, RecordLosses(model, loss), like, **options)
 
 
-def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+def _own_forwards(model: nn.Module) -> dict[str, object]:
+    """Forwards that somebody set on a module itself, as accelerate and X-LoRA do."""
+    return {name: module.__dict__["forward"] for name, module in model.named_modules() if "forward" in module.__dict__}
 
 
-def assert_untouched(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+def state_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}, _own_forwards(model)
+
+
+def assert_untouched(model: nn.Module, before: tuple[dict[str, torch.Tensor], dict[str, object]]) -> None:
+    values, forwards = before
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-    assert not any("forward" in m.__dict__ and not hasattr(m, "_original_forward") for m in model.modules())
+    assert _own_forwards(model) == forwards
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
