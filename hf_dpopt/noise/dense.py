@@ -175,12 +175,7 @@ def _dense_by_gradient(queries: np.ndarray, bands: int, scales: Sequence[Scale],
     return DenseStrategy(matrix * np.sign(np.diag(matrix)))
 
 
-@register("dense", sampler="fixed_order", summary="the optimal matrix, for research")
+@register("dense", sampler="fixed_order", summary="the optimal matrix, for research", max_steps=MAX_STEPS)
 def tune_dense(setting: Setting) -> NoiseStrategy:
     """The matrix with the least mean error."""
-    if setting.num_steps > MAX_STEPS:
-        raise DPConfigError(
-            f"A dense matrix for {setting.num_steps} steps takes too long to tune. Use noise_mechanism='blt', which "
-            f"is within a few percent of it, or at most {MAX_STEPS} steps."
-        )
     return optimize_dense(setting.num_steps, setting.participation, setting.workload)

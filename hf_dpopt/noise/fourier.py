@@ -23,7 +23,6 @@ import numpy as np
 from scipy.linalg import solve_triangular, toeplitz
 
 from hf_dpopt.common.checks import check_choice
-from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise.registry import Setting, register
 from hf_dpopt.noise.strategy import NoiseStrategy, lower_root
 
@@ -91,7 +90,9 @@ def fourier_covariances(n: int) -> np.ndarray:
     return np.fft.irfft(np.abs(np.fft.rfft(window)), 2 * n)[:n]
 
 
-@register("fft", sampler="fixed_order", summary="Fourier factorisation of prefix sums, a baseline")
+@register(
+    "fft", sampler="fixed_order", summary="Fourier factorisation of prefix sums, a baseline", max_steps=MAX_STEPS
+)
 def tune_fft(setting: Setting, decoder: Decoder = "optimal") -> NoiseStrategy:
     """Nothing to tune.
 
@@ -99,9 +100,4 @@ def tune_fft(setting: Setting, decoder: Decoder = "optimal") -> NoiseStrategy:
         setting: the run.
         decoder: "optimal", or "fourier" for the noise of the paper.
     """
-    if setting.num_steps > MAX_STEPS:
-        raise DPConfigError(
-            f"The Fourier factorisation of {setting.num_steps} steps needs matrices of that size. Use "
-            f"noise_mechanism='blt', which leaves less error, or at most {MAX_STEPS} steps."
-        )
     return FourierStrategy(decoder)
