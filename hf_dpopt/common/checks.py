@@ -27,16 +27,12 @@ SMALLEST_NOISE, LARGEST_NOISE = 1e-9, 1e9
 
 def check_noise_multiplier(value: float) -> None:
     """Refuse what cannot be a noise multiplier; 0.0 passes and makes epsilon infinite."""
-    check_real("noise_multiplier", value, "a finite number > 0 (0.0 switches the noise off: NOT PRIVATE)")
-    if value < 0:
-        raise DPConfigError(
-            f"noise_multiplier={value} is negative. Use a finite number > 0; 0.0 switches the noise off, and epsilon "
-            "is then infinite (NOT PRIVATE)."
-        )
+    allowed = "a finite number > 0; 0.3 to 10 is usual, and 0.0 switches the noise off (NOT PRIVATE)"
+    check_real("noise_multiplier", value, allowed)
     if value != 0 and not SMALLEST_NOISE <= value <= LARGEST_NOISE:
         raise DPConfigError(
             f"noise_multiplier={value} is outside {SMALLEST_NOISE:g} to {LARGEST_NOISE:g}, where epsilon cannot be "
-            "computed. 0.3 to 10 is usual; 0.0 switches the noise off (NOT PRIVATE)."
+            f"computed. Use {allowed}."
         )
 
 
@@ -98,6 +94,13 @@ def check_range(name: str, value: Any, low: float, high: float) -> None:
         raise DPConfigError(f"{name}={shown(value)} is out of range. Use {allowed}.")
 
 
+def check_share(name: str, value: Any, usual: str) -> None:
+    """Refuse what is not a number in (0, 1); `usual` is one, or several."""
+    check_real(name, value, f"a number in (0, 1), such as {usual}")
+    if not 0 < value < 1:
+        raise DPConfigError(f"{name}={value} is outside (0, 1). Use a number in it, such as {usual}.")
+
+
 def check_at_most(name: str, value: Any, largest: float, why: str) -> None:
     """Refuse what is above a bound on what is computed; `why` says what would become of it, and what to do."""
     if value > largest:
@@ -115,23 +118,13 @@ def check_positive(**values: Any) -> None:
 
 def check_clipping_norm(name: str, value: Any) -> None:
     """Refuse bounds that norms in float32 cannot be held to."""
-    allowed = (
-        f"a finite number > 0, from {SMALLEST_CLIPPING_NORM:g} to {LARGEST_CLIPPING_NORM:g}, in gradient units; "
-        "0.1 to 1 is usual"
-    )
+    ends = f"from {SMALLEST_CLIPPING_NORM:g} to {LARGEST_CLIPPING_NORM:g}"
+    allowed = f"a finite number > 0, {ends}, in gradient units; 0.1 to 1 is usual"
     check_real(name, value, allowed)
-    if value <= 0:
-        raise DPConfigError(f"{name}={value} lets no gradient through. Use {allowed}.")
-    if value < SMALLEST_CLIPPING_NORM:
+    if not SMALLEST_CLIPPING_NORM <= value <= LARGEST_CLIPPING_NORM:
         raise DPConfigError(
-            f"{name}={value} is too small for float32: the squares of a record's gradient vanish, its norm comes out "
-            f"as 0, and it is not clipped. Use {allowed}; Adam does not see the scale of gradients, and with SGD a "
-            "larger norm and a smaller learning rate are the same."
-        )
-    if value > LARGEST_CLIPPING_NORM:
-        raise DPConfigError(
-            f"{name}={value} is too large for float32: squared norms and the noise overflow. Use {allowed}; to see "
-            f"training without a clip, {LARGEST_CLIPPING_NORM:g} and noise_multiplier=0 (NOT PRIVATE) are enough."
+            f"{name}={value} is out of range: in float32 squared norms vanish below it, and overflow above it. Use "
+            f"{allowed}. With SGD a larger norm and a smaller learning rate are the same; Adam sees no scale."
         )
 
 

@@ -12,7 +12,7 @@ from dp_accounting import DpEvent, SelfComposedDpEvent
 
 from hf_dpopt.accounting import accountants
 from hf_dpopt.accounting.delta import resolve_delta
-from hf_dpopt.common.checks import check_count, check_noise_multiplier, check_positive, check_real
+from hf_dpopt.common.checks import check_count, check_noise_multiplier, check_positive, check_range
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.convex.last_iterate import (
     ADJACENCY,
@@ -92,10 +92,8 @@ class HeadConfig:
                     f"{name}={value:g} is outside {SMALLEST_NORM:g} to {LARGEST_NORM:g}, between which its squares "
                     "are exact. 1 to 100 is usual."
                 )
-        for name, value in (("l2", self.l2), ("decay", self.decay)):
-            check_real(name, value, "a finite number >= 0")
-        if not 0 <= self.l2 <= LARGEST_NORM:
-            raise DPConfigError(f"l2={self.l2:g} is outside 0 to {LARGEST_NORM:g}. 0 to 1 is usual.")
+        check_range("l2", self.l2, 0, LARGEST_NORM)
+        check_range("decay", self.decay, 0, 1)
         check_count("expected_batch_size", self.expected_batch_size)
         check_sizes(1, self.num_steps)
         if (self.target_epsilon is None) == (self.noise_multiplier is None):

@@ -41,7 +41,7 @@ from scipy import optimize, stats
 from hf_dpopt.accounting import accountants
 from hf_dpopt.accounting.accountants import FINE
 from hf_dpopt.accounting.calibrate import calibrate_noise_multiplier
-from hf_dpopt.common.checks import check_count, check_noise_multiplier, check_real
+from hf_dpopt.common.checks import check_count, check_noise_multiplier, check_positive, check_range
 from hf_dpopt.common.errors import DPConfigError
 
 Form = Literal["pld", "rdp"]
@@ -95,16 +95,11 @@ class ProjectedSGD:
         for name in ("num_examples", "expected_batch_size", "num_steps"):
             check_count(name, getattr(self, name))
         check_noise_multiplier(self.noise_multiplier)
-        for name in ("diameter", "lipschitz", "smoothness", "step_size"):
-            if name == "diameter" and self.diameter == math.inf and self.l2:
-                continue
-            check_real(name, getattr(self, name), "a number > 0")
-            if not 0 < getattr(self, name) < math.inf:
-                raise DPConfigError(f"{name}={getattr(self, name)} is no number > 0. Use one.")
-        for name, below in (("decay", 1.0), ("l2", math.inf)):
-            check_real(name, getattr(self, name), "a number >= 0")
-            if not 0 <= getattr(self, name) < below:
-                raise DPConfigError(f"{name}={getattr(self, name)} is outside [0, {below:g}). Use a number in it.")
+        check_positive(lipschitz=self.lipschitz, smoothness=self.smoothness, step_size=self.step_size)
+        check_range("decay", self.decay, 0, 1)
+        check_range("l2", self.l2, 0, math.inf)
+        if self.diameter != math.inf or not self.l2:
+            check_positive(diameter=self.diameter)
         if self.expected_batch_size > self.num_examples:
             raise DPConfigError(
                 f"expected_batch_size={self.expected_batch_size} is more than the {self.num_examples} records. Use "

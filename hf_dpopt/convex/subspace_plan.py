@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from hf_dpopt.accounting.events import flatten
-from hf_dpopt.common.checks import check_choice, check_count, check_positive, check_real
+from hf_dpopt.common.checks import check_choice, check_count, check_positive, check_range, check_share
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.convex.head_plan import HeadConfig
 from hf_dpopt.convex.last_iterate import ADJACENCY
@@ -72,12 +72,8 @@ class SubspaceHeadConfig(HeadConfig):
         check_count("refresh_every", self.refresh_every)
         check_positive(eps=self.eps)
         check_choice("adagrad", self.adagrad, ("none", "released", CLEAN))
-        for name, value in (("matrix_share", self.matrix_share), ("envelope", self.envelope)):
-            check_real(name, value, "a finite number >= 0")
-        if not 0 < self.matrix_share < 1:
-            raise DPConfigError(f"matrix_share={self.matrix_share:g} is outside (0, 1). Use 0.1 to 0.5.")
-        if not 0 <= self.envelope < math.inf:
-            raise DPConfigError(f"envelope={self.envelope:g} is not a finite number >= 0. Use 0, or 0.25 to 1.")
+        check_share("matrix_share", self.matrix_share, "0.1 to 0.5")
+        check_range("envelope", self.envelope, 0, math.inf)
         if self.decay or self.l2:
             raise DPConfigError(
                 f"decay={self.decay:g}, l2={self.l2:g}: AdaGrad's matrix makes the steps fall, and the ball is what "

@@ -31,8 +31,8 @@ import math
 
 from hf_dpopt.accounting.calibrate import rough_noise_multiplier
 from hf_dpopt.accounting.delta import default_delta
-from hf_dpopt.common.checks import check_choice, check_count, check_real
-from hf_dpopt.common.errors import DPConfigError, shown
+from hf_dpopt.common.checks import check_at_most, check_choice, check_count, check_kind, check_positive, check_real
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.plan.outlook import SIGNAL, Kind, Objective, Outlook, signal_of
 from hf_dpopt.plan.size_limits import check_delta, steps_of
 
@@ -102,15 +102,12 @@ class TrainingJob:
         check_count("model_size", self.model_size)
         check_real("target_epsilon", self.target_epsilon, "a finite number > 0; 1 to 8 is usual for finetuning")
         check_real("passes", self.passes, "a finite number > 0, such as 3")
-        if self.target_epsilon <= 0:
-            raise DPConfigError(f"target_epsilon={self.target_epsilon} must be > 0. Use 8.")
-        if not 0 < self.passes <= MOST_PASSES:
-            raise DPConfigError(f"passes={self.passes} must be > 0, and at most {MOST_PASSES:g}. Use 3.")
+        check_positive(target_epsilon=self.target_epsilon, passes=self.passes)
+        check_at_most("passes", self.passes, MOST_PASSES, "no model is finetuned so often. Use 3.")
         check_delta(self.target_delta)
         check_choice("kind", self.kind, tuple(SIGNAL))
         check_choice("objective", self.objective, ("classification", "generation"))
-        if not isinstance(self.has_trained_head, bool):
-            raise DPConfigError(f"has_trained_head={shown(self.has_trained_head)} must be True or False.")
+        check_kind("has_trained_head", self.has_trained_head, bool)
 
     @property
     def starts_trained(self) -> bool:

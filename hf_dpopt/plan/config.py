@@ -15,6 +15,7 @@ from hf_dpopt.common.checks import (
     check_choice,
     check_clipping_norm,
     check_count,
+    check_kind,
     check_mapping,
     check_noise_key,
     check_noise_multiplier,
@@ -161,11 +162,7 @@ class PrivacyConfig:
         if self.amplification_samples != 0:
             what = "an integer such as 4000000, or 0 for the computed bound alone"
             check_count("amplification_samples", self.amplification_samples, what)
-        if not isinstance(self.allow_large_delta, bool):
-            raise DPConfigError(
-                f"allow_large_delta={shown(self.allow_large_delta)} is not a yes or no. Use True or False; True "
-                "accepts a delta above 1 / number of records."
-            )
+        check_kind("allow_large_delta", self.allow_large_delta, bool)
 
     def _check_choices(self) -> None:
         check_choices({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from hf_dpopt.common.checks import check_count, check_real
+from hf_dpopt.common.checks import check_count, check_positive, check_real
 from hf_dpopt.common.errors import DPConfigError
 
 
@@ -31,10 +31,7 @@ class LocalTraining:
 
     def __post_init__(self) -> None:
         check_real("learning_rate of local_training", self.learning_rate, "a number > 0; 0.1 to 1 is usual")
-        if self.learning_rate <= 0:
-            raise DPConfigError(
-                f"learning_rate={self.learning_rate} of local_training does not train. Use a number > 0."
-            )
+        check_positive(**{"learning_rate of local_training": self.learning_rate})
         check_count("batch_size of local_training", self.batch_size)
         check_count("epochs of local_training", self.epochs)
         if self.steps is not None:

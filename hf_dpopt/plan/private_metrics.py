@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_dpopt.clipping.measures import Measures
-from hf_dpopt.common.checks import check_positive, check_real
+from hf_dpopt.common.checks import check_positive, check_real, check_share
 from hf_dpopt.common.errors import DPConfigError, shown
 
 THRESHOLDS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # clipping norms
@@ -48,8 +48,8 @@ class PrivateMetrics:
     norm_thresholds: tuple[float, ...] = THRESHOLDS
 
     def __post_init__(self) -> None:
-        check_share("log_private_metrics", self.share)
-        check_share("loss_share of private_metrics_kwargs", self.loss_share)
+        check_share("log_private_metrics", self.share, "0.02")
+        check_share("loss_share of private_metrics_kwargs", self.loss_share, "0.5")
         check_positive(loss_bound_of_private_metrics_kwargs=self.loss_bound)
         given: Any = self.norm_thresholds
         ends = tuple(given) if isinstance(given, (list, tuple)) else ()
@@ -125,10 +125,3 @@ class PrivateMetrics:
     def parameters(self) -> dict[str, Any]:
         """Plain JSON values, from which the noise in the numbers follows."""
         return {**dataclasses.asdict(self), "norm_thresholds": list(self.norm_thresholds)}
-
-
-def check_share(name: str, value: Any) -> None:
-    """Refuse what is no share of a budget."""
-    check_real(name, value, "a number in (0, 1), such as 0.02")
-    if not 0 < value < 1:
-        raise DPConfigError(f"{name}={shown(value)} is no share of a budget. Use a number in (0, 1), such as 0.02.")

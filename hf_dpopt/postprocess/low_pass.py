@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import scipy.signal
 import torch
 
-from hf_dpopt.common.checks import check_choice
+from hf_dpopt.common.checks import check_at_most, check_choice, check_count, check_range, check_share
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.maps import BufferedFilter, NoiseLevel, arithmetic
@@ -99,11 +98,7 @@ class LowPassFilter(BufferedFilter):
         Rescaled to gain 1 at frequency 0, where one of even order has its least.
         """
         _check_design(order, cutoff)
-        if not (_is_real(ripple) and SMALLEST_RIPPLE <= ripple <= LARGEST_RIPPLE):
-            raise DPConfigError(
-                f"ripple={shown(ripple)} is no ripple. Use a number of decibels > 0, from {SMALLEST_RIPPLE:g} to "
-                f"{LARGEST_RIPPLE:g}; 0.5 is usual."
-            )
+        check_range("ripple", ripple, SMALLEST_RIPPLE, LARGEST_RIPPLE)  # decibels; 0.5 is usual
         return cls._from_polynomials(*scipy.signal.cheby1(order, ripple, cutoff))
 
     @classmethod
@@ -190,17 +185,7 @@ def _coefficients(text: str) -> tuple[list[float], list[float]]:
     return [float(Fraction(x)) for x in b.split(",")], [float(Fraction(x)) for x in a.split(",") if a]
 
 
-def _is_real(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _check_design(order: int, cutoff: float) -> None:
-    if not (isinstance(order, int) and not isinstance(order, bool) and 1 <= order <= MAX_ORDER):
-        raise DPConfigError(
-            f"order={shown(order)} is no filter order. Use an integer >= 1, {MAX_ORDER} at most; 1 and 2 are usual."
-        )
-    if not (_is_real(cutoff) and 0 < cutoff < 1):
-        raise DPConfigError(
-            f"cutoff={cutoff!r} is outside (0, 1). It is a fraction of the Nyquist frequency (half a cycle per step): "
-            "0.1 lets pass what repeats every 20 steps or more."
-        )
+    check_count("order", order)
+    check_at_most("order", order, MAX_ORDER, "float64 does not hold its polynomials. Use 1 or 2.")
+    check_share("cutoff", cutoff, "0.1 of the Nyquist frequency, which lets pass what repeats every 20 steps or more")

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from hf_dpopt.clipping.clipped_sum import COUNT
 from hf_dpopt.clipping.scaling import Scale
-from hf_dpopt.common.checks import LARGEST_CLIPPING_NORM, SMALLEST_CLIPPING_NORM, check_positive
+from hf_dpopt.common.checks import LARGEST_CLIPPING_NORM, SMALLEST_CLIPPING_NORM, check_positive, check_share
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.types import Released
 from hf_dpopt.preclip.preconditioner import Preclip, Preconditioning, RunOptions, ScaleChanges, check_keys, multiply_
@@ -51,8 +51,7 @@ class QuantileClipping(Preclip):
 
     def __post_init__(self) -> None:
         check_positive(learning_rate=self.learning_rate, count_noise=self.count_noise)
-        if not 0 < self.quantile < 1:
-            raise DPConfigError(f"quantile={self.quantile} is outside (0, 1). Use 0.5 for the median of the norms.")
+        check_share("quantile", self.quantile, "0.5, the median of the norms")
 
     def check_config(self, config: RunOptions) -> None:
         """Refuse rules of clipping that the count was not proven for."""

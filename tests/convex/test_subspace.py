@@ -435,8 +435,8 @@ def test_a_run_goes_on_with_its_own_public_records_and_settings_only(tmp_path):
         ({"eps": math.nan}, "eps=nan is not a finite number"),
         ({"adagrad": "goe"}, "adagrad='goe' is unknown. Use one of: 'none', 'released', 'clean'"),
         ({"adagrad": "clean", "expected_batch_size": 60}, "not amplified by sampling. Use expected_batch_size=300"),
-        ({"matrix_share": 1.0}, r"matrix_share=1 is outside \(0, 1\). Use"),
-        ({"envelope": -0.1}, "envelope=-0.1 is not a finite number >= 0. Use 0"),
+        ({"matrix_share": 1.0}, r"matrix_share=1.0 is outside \(0, 1\). Use"),
+        ({"envelope": -0.1}, "envelope=-0.1 is out of range. Use a finite number >= 0"),
         ({"expected_batch_size": N + 1}, r"expected_batch_size=301 is outside \[1, 300\]"),
     ],
 )

@@ -68,9 +68,9 @@ def test_advice_travels_between_processes():
     "changes, mend",
     [
         ({"num_units": 0}, "num_units"),
-        ({"target_epsilon": 0.0}, "target_epsilon=0.0 must be > 0"),
+        ({"target_epsilon": 0.0}, "target_epsilon=0.0 is not > 0"),
         ({"target_epsilon": float("nan")}, "target_epsilon"),
-        ({"passes": -1.0}, "passes=-1.0 must be > 0"),
+        ({"passes": -1.0}, "passes=-1.0 is not > 0"),
         ({"passes": float("inf")}, "passes"),
         ({"passes": 1e9}, "passes"),
         ({"target_delta": 0.0}, "target_delta"),

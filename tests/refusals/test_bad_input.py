@@ -39,6 +39,8 @@ ARGUMENTS = {  # what was given -> what is said
     "1e9 epochs": ({"max_steps": -1, "num_train_epochs": 1e9}, "1e[+]09 epochs of 4 steps are more than 10,000,000"),
     "1e9 steps": ({"max_steps": 10**9}, "num_steps=1000000000 is more than 10,000,000"),
     "long noise": ({"max_steps": 10**6, "noise_mechanism": "tree"}, "num_steps=1000000 .*noise_restart_every=100000"),
+    "a long matrix": ({"max_steps": 3000, "noise_mechanism": "dense"}, "num_steps=3000 .*noise_restart_every=2048"),
+    "a long transform": ({"max_steps": 5000, "noise_mechanism": "fft"}, "num_steps=5000 .*noise_restart_every=4096"),
     "no steps": ({"max_steps": 0}, "max_steps=0 takes no step"),
     "a physical batch of False": ({"per_device_train_batch_size": False}, "batch_size=False is of type bool"),
     "a physical batch of 0": ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0 is out of range"),
@@ -50,9 +52,9 @@ ARGUMENTS = {  # what was given -> what is said
     "a text for a number": ({"public_batch_size": "two"}, "public_batch_size='two' is of type str"),
     "folders in a number": ({"earlier_runs": -2.0}, "earlier_runs=-2.0 is of type float"),
     "an option without a value": ({"optim": "adafactor", "optim_args": "rank"}, "`optim_args` has 'rank', which"),
-    "an order of 1e6": ({"filter": "butterworth:1000000:0.1"}, "order=1000000 is no filter order"),
+    "an order of 1e6": ({"filter": "butterworth:1000000:0.1"}, "order=1000000 is more than 20"),
     "1e6 taps": ({"filter": "adaptive:1000000"}, "taps=1000000 is more than 256"),
-    "a ripple of 1e300": ({"filter": "chebyshev:2:0.1:1e300"}, "ripple=1e[+]300 is no ripple"),
+    "a ripple of 1e300": ({"filter": "chebyshev:2:0.1:1e300"}, "ripple=1e[+]300 is out of range"),
 }
 
 

@@ -237,7 +237,7 @@ REFUSED = {
     "more users in a step than there are": ({"expected_batch_size": 21}, "expected_batch_size=21"),
     "a weighting that is not known": ({"user_weighting": "sum"}, "user_weighting='sum'.*'mean'"),
     "no local learning rate": ({"local_training": {"batch_size": 4}}, "no learning_rate"),
-    "a local learning rate of 0": ({"local_training": {"learning_rate": 0.0}}, "learning_rate=0.0 of local_training does not train"),
+    "a local learning rate of 0": ({"local_training": {"learning_rate": 0.0}}, "learning_rate of local_training=0.0 is not > 0"),
     "no local steps": ({"local_training": {"learning_rate": 0.1, "steps": 0}}, "steps of local_training=0"),
     "without users": (
         {"local_training": {"learning_rate": 0.1}, "privacy_unit": "example", "user_id_column": None, "records_per_user": None},
