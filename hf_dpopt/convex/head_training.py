@@ -283,9 +283,8 @@ class HeadRun:
         if kept is None:
             again = self.plan.epsilon(2)
             raise DPBudgetExceeded(
-                f"{self.output_dir} records a run that has ended, or whose key is gone: it cannot be continued, and a "
-                f"second one on the same records would bring epsilon to {again:.4g}. Use another output_dir for a run "
-                "with a budget of its own; both come on top of each other."
+                f"{self.output_dir} records a run that has ended, or whose key is gone. A second one would bring "
+                f"epsilon to {again:.4g}: use another output_dir, with a budget of its own; both add up."
             )
         if not last.steps:
             log.charge(last.chain_id, self.plan.config.num_steps)
@@ -435,9 +434,8 @@ def _refuse_private(public: torch.Tensor, private: torch.Tensor) -> None:
     is_shared = first < other_end and other_first < end
     if is_shared or (public.shape == private.shape and torch.equal(public.to(private), private)):
         raise DPConfigError(
-            "The public features are the private ones, and directions made of them would be free of noise. Pass "
-            "records that need no protection; if they are others that lie between the private ones in memory, clone "
-            "them."
+            "The public features are the private ones, so directions made of them would be free of noise. Pass "
+            "records that need no protection; clone those that only lie between private ones in memory."
         )
 
 

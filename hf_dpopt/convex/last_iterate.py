@@ -112,9 +112,8 @@ class ProjectedSGD:
         product, allowed = self.step_size * steepest, 2 / steepest
         if product > 2:
             raise DPConfigError(
-                f"step_size={self.step_size:g} is above {formula} = {allowed:g}: a step is no contraction, and "
-                f"the privacy loss may grow with every one. Use at most {allowed:g}, half of it to be safe from large "
-                "batches."
+                f"step_size={self.step_size:g} is above {formula} = {allowed:g}: a step is no contraction, and the "
+                f"privacy loss may grow with every one. Use at most {allowed:g}, or half of it."
             )
         if self.diameter == math.inf and product >= 2 - 1e-12:
             raise DPConfigError(
@@ -374,9 +373,8 @@ def _check_oversized(run: ProjectedSGD, horizon: int, delta: float) -> None:
     if log_cost > math.log(OVERSIZED_SHARE * delta):
         raise DPConfigError(
             f"With step_size={run.step_size:g}, batches of more than {run.largest_batch} records make no contraction, "
-            f"and those are not rare enough with {run.expected_batch_size} expected: they cost "
-            f"{math.exp(min(0.0, log_cost)):.1g} of delta={delta:g}. Use a smaller step_size or a larger "
-            "expected_batch_size."
+            f"and are not rare enough: they cost {math.exp(min(0.0, log_cost)):.1g} of delta={delta:g}. Use a smaller "
+            "step_size or a larger expected_batch_size."
         )
 
 

@@ -116,8 +116,7 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
         if self.user_id_column is not None and self.privacy_unit != "user":
             raise DPConfigError(
                 f"user_id_column={self.user_id_column!r} is for privacy_unit='user', and the unit is "
-                f"{self.privacy_unit!r}: a person's rows would be protected one by one. Add --privacy_unit user, or "
-                "leave user_id_column out."
+                f"{self.privacy_unit!r}. Add --privacy_unit user, or leave user_id_column out."
             )
         if self.privacy_unit == "user" and not self.user_id_column:
             raise DPConfigError(
@@ -240,9 +239,8 @@ class RefuseStockTraining(TrainerCallback):
             logger.warning("NOT PRIVATE: a stock trainer trains, and no privacy budget is set.")
             return
         raise DPConfigError(
-            f"{budget}={shown(value)}: this trainer would train without privacy, because it does not have "
-            "DPTrainerMixin. Use DPTrainer or class MyDPTrainer(DPTrainerMixin, MyTrainer); to train without privacy, "
-            "transformers.TrainingArguments."
+            f"{budget}={shown(value)}: this trainer has no DPTrainerMixin and would train without privacy. Use "
+            "DPTrainer or class MyDPTrainer(DPTrainerMixin, MyTrainer), or transformers.TrainingArguments."
         )
 
 

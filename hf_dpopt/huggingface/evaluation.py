@@ -178,10 +178,9 @@ class EvaluationGuard:
             spent = budget.spent(made)
             if spent > budget.target_epsilon * (1 + 1e-9):
                 raise DPBudgetExceeded(
-                    f"{len(made) - 1} evaluations of the private evaluation set were charged, and another would bring "
-                    f"their epsilon to {spent:.4g}, above eval_target_epsilon={budget.target_epsilon:g}. Evaluate "
-                    "less often (--eval_steps), plan for more from the start (--eval_times), or raise "
-                    "--eval_target_epsilon."
+                    f"{len(made) - 1} private evaluations were charged, and another would bring their epsilon to "
+                    f"{spent:.4g}, above eval_target_epsilon={budget.target_epsilon:g}. Evaluate less often "
+                    "(--eval_steps), plan for more from the start (--eval_times), or raise --eval_target_epsilon."
                 )
             return log.charge_evaluation(budget.noise_multiplier, budget.adjacency, query)
 
@@ -203,8 +202,7 @@ class EvaluationGuard:
             return dict(before.metrics)
         logger.warning(
             f"An evaluation of these weights on {query['set']!r} was charged, and the run was killed before it was "
-            "answered. It is lost, as a step is: its noise is not drawn again, and the metrics are no numbers. To ask "
-            "once more, and pay once more, give it another metric_key_prefix."
+            "answered: the metrics are no numbers. To pay once more and ask again, give it another metric_key_prefix."
         )
         return dict.fromkeys(scores.metrics, math.nan)
 
@@ -330,8 +328,7 @@ class EvaluationGuard:
         except Exception as error:
             raise DPConfigError(
                 f"{type(model).__name__} fails on a made-up record like those of the evaluation set: "
-                f"{type(error).__name__}: {error}. Check that the columns, their shapes and types are those of the "
-                "model; --skip_self_check leaves this trial out."
+                f"{type(error).__name__}: {error}. Check columns, shapes and types, or add --skip_self_check."
             ) from error
         start.restore()
         refuse_spoilt(model)

@@ -57,9 +57,8 @@ def look_at_records(dataset: Any, collation: Collation, losses: RecordLosses) ->
         raise UnsupportedModuleError(changed_by_a_forward(changed))
     if num_wrong := sum(int((~torch.isfinite(loss_B)).sum()) for loss_B in found):
         raise DPConfigError(
-            f"The losses of {num_wrong} of {len(rows)} training records are NaN or infinite, and every step would "
-            "leave such records out silently. Correct their values and labels, or leave them out before training; in "
-            "bfloat16, try float32."
+            f"The losses of {num_wrong} of {len(rows)} training records are NaN or infinite, and steps would leave "
+            "such records out silently. Correct or remove them before training; in bfloat16, try float32."
         )
     return usable
 

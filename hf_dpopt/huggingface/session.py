@@ -237,10 +237,9 @@ class TrainingSession:
             logger.debug(explain(self.engine))
         if slow := unruled(self.engine):
             logger.warning(
-                f"No clipping rule knows these layers: {', '.join(slow)}. Their gradients are exact, taken record by "
-                "record: a second forward of the layer for each, and as many copies of its gradient as a physical "
-                "batch has records. If that is too slow, freeze them (requires_grad_(False) on the submodule) or "
-                "add a rule under hf_dpopt/clipping/rules."
+                f"No clipping rule knows these layers: {', '.join(slow)}. Their gradients are exact but slow: a "
+                "second forward and a copy of the gradient for each record. If that is too slow, freeze them "
+                "(requires_grad_(False) on the submodule) or add a rule under hf_dpopt/clipping/rules."
             )
         if not plan.is_private:
             logger.warning("NOT PRIVATE: the noise is off or its key is fixed. Epsilon is infinite.")

@@ -185,8 +185,7 @@ class _Choice:
         if release.horizon is not None and self.num_steps > release.horizon:
             raise DPBudgetExceeded(
                 f"The {config.noise_mechanism} noise of this run was made for {release.horizon} steps, and "
-                f"{self.num_steps} were asked for. Stop at {release.horizon}, or start over in another output_dir "
-                "(what was spent stays spent)."
+                f"{self.num_steps} were asked for. Stop there, or start over in another output_dir (its cost adds up)."
             )
         noise_multiplier, proof = self._noise(config, release)
         plan = PrivacyPlan(
@@ -362,9 +361,8 @@ def check_earlier(runs: Sequence[EarlierRun], config: PrivacyConfig, sampler: Sa
         if was != now:
             raise DPConfigError(
                 f"An earlier run protected {was[0]:,} units ({was[1]}, {was[2]}), this one {now[0]:,} ({now[1]}, "
-                f"{now[2]}): they are not of one data set and one promise, so their costs cannot be composed. Use the "
-                f"same training set and unit, and --adjacency {was[2]}; or leave earlier_runs out and add up epsilon "
-                "and delta."
+                f"{now[2]}): such costs cannot be composed. Use the same training set and unit, and --adjacency "
+                f"{was[2]}; or leave earlier_runs out and add up epsilon and delta."
             )
 
 

@@ -189,8 +189,7 @@ class PrivacyConfig:
         if checked is not None and self.local_training is not None:
             raise DPConfigError(
                 f"log_private_metrics={self.log_private_metrics} has no loss to sum where users train: they give how "
-                "far their weights moved, after several steps of their own. Leave log_private_metrics out, or "
-                "local_training."
+                "far their weights moved. Leave log_private_metrics out, or local_training."
             )
 
     def _check_users(self) -> None:
@@ -214,8 +213,7 @@ class PrivacyConfig:
         elif self.records_per_user is not None:
             raise DPConfigError(
                 f"records_per_user={self.records_per_user} is for privacy_unit='user', and the unit is "
-                f"{self.privacy_unit!r}: every record is protected for itself. Add privacy_unit='user', or leave it "
-                "out."
+                f"{self.privacy_unit!r}. Add privacy_unit='user', or leave it out."
             )
 
 

@@ -78,9 +78,8 @@ class EvaluationBudget:
         others = sorted({one.adjacency for one in made} - {self.adjacency})
         if others:
             raise DPConfigError(
-                f"adjacency={self.adjacency!r} is not that of earlier evaluations, {', '.join(map(repr, others))}: "
-                "their noise was made for another change of the evaluation set. Use the same adjacency, or another "
-                "output_dir."
+                f"adjacency={self.adjacency!r} is not that of earlier evaluations, {', '.join(map(repr, others))}, "
+                "which their noise was made for. Use the same adjacency, or another output_dir."
             )
         return epsilon_of([one.noise_multiplier for one in made], self.delta, self.adjacency)
 

@@ -126,9 +126,8 @@ def earlier_runs_of(
     missing = [name for name in NEEDED if name not in plan]
     if missing:
         raise DPConfigError(
-            f"The ledger of {where} does not say what its steps reveal ({', '.join(missing)}): it is that of a convex "
-            "head, which is charged as a whole, or of an old release. Leave it out of earlier_runs, and add its "
-            "epsilon and delta to those of this run."
+            f"The ledger of {where} does not say what its steps reveal ({', '.join(missing)}), as that of a convex "
+            "head. Leave it out of earlier_runs, and add its epsilon and delta to those of this run."
         )
     if not plan["is_private"]:
         raise DPConfigError(f"{where} was not private, so nothing that starts from it is. Start from another model.")

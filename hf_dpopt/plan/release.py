@@ -64,15 +64,13 @@ class Release:
         names = {self.sampler.name, *(run.release.sampler.name for run in self.earlier)} if self.earlier else set()
         if "balls_in_bins" in names and names - {"balls_in_bins", "fixed_order"}:
             raise DPConfigError(
-                f"Batches of {' and '.join(sorted(names))} have no common analysis: balls_in_bins is composed with "
-                "itself and with fixed_order alone. Use another --sampling, or leave earlier_runs out and add up "
-                "epsilon and delta."
+                f"Batches of {' and '.join(sorted(names))} have no common analysis: balls_in_bins goes with itself "
+                "and fixed_order. Use another --sampling, or leave earlier_runs out and add up epsilon and delta."
             )
         if self.opening is not None and self.sampler.samples_records_of_users:
             raise DPConfigError(
                 f"A query over all records has no proof with sampling={self.sampler.name!r}, which lets a user have "
-                "several of them, each clipped for itself: its noise was not calibrated to that. Sample users "
-                "(sampling='poisson'), or use another preconditioner."
+                "several of them. Sample users (sampling='poisson'), or use another preconditioner."
             )
         if self.tuned is not None:
             self._check_tuned(self.tuned)
@@ -81,9 +79,8 @@ class Release:
         """Refuse the best of several runs where a run releases more than its own event says, or has no analysis."""
         if self.earlier:
             raise DPConfigError(
-                f"tuned_runs={tuned.mean:g} with earlier_runs: whether all runs of the tuning share the earlier "
-                "ones, or each has its own, decides what they cost, and is not known here. Leave earlier_runs out, "
-                "and add up epsilon and delta."
+                f"tuned_runs={tuned.mean:g} with earlier_runs: what they cost depends on whether all runs of the "
+                "tuning share the earlier ones. Leave earlier_runs out, and add up epsilon and delta."
             )
         if self.sampler.name == "balls_in_bins":
             raise DPConfigError(

@@ -58,8 +58,7 @@ def check_budget(epsilon: float | None, delta: float | None = None) -> None:
         if not SMALLEST_EPSILON <= epsilon <= LARGEST_EPSILON:
             raise DPConfigError(
                 f"target_epsilon={epsilon:g} is outside {SMALLEST_EPSILON:g} to {LARGEST_EPSILON:g}, for which noise "
-                "can be calibrated. Use a finite number > 0; 1 to 8 is usual for finetuning. noise_multiplier sets "
-                "the noise itself, and the stock Trainer trains without privacy."
+                "can be calibrated. Use a finite number > 0; 1 to 8 is usual. noise_multiplier sets the noise itself."
             )
         if said := no_protection(epsilon):
             warnings.warn(said, PrivacyWarning, stacklevel=2)

@@ -54,9 +54,8 @@ def check_is_no_stream(name: str, dataset: Any) -> None:
     is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
     if is_stream or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DPConfigError(
-            f"`{name}` is a stream, and its records are read by number. Load it as a map-style dataset "
-            "(streaming=False): load_dataset('parquet', data_files=.., split='train') maps shards of any size from "
-            "the disk. Dataset.from_generator(lambda: iter(stream)) writes a stream down, once (docs/clusters.md)."
+            f"`{name}` is a stream, and records are read by number. Load it with streaming=False, which maps it from "
+            "the disk, or write it down: Dataset.from_generator(lambda: iter(stream)) (docs/clusters.md)."
         )
 
 
@@ -84,9 +83,8 @@ def check_left(given: Any, prepared: Any, args: Any, name: str) -> None:
     """
     if hasattr(prepared, "__len__") and len(given) > len(prepared) == 0:
         raise DPConfigError(
-            f"max_length={args.max_length}: no record of the {name} dataset is left, because TRL leaves out records "
-            "of which it learns no token, or that do not fit. Set a larger max_length (None: no limit), and look at "
-            "what is learned (assistant_only_loss, completion_only_loss)."
+            f"max_length={args.max_length}: TRL left no record of the {name} dataset, as none fits or has a token to "
+            "learn. Set a larger max_length (None: no limit); check assistant_only_loss and completion_only_loss."
         )
 
 
@@ -123,8 +121,7 @@ def check_evaluation(dataset: Any, training: TrainingRows) -> None:
     if any(training.make_up(one) for one in several):
         raise DPConfigError(
             "The evaluation dataset is the training dataset, or a part or a copy of it: its metrics would be exact "
-            "values of private data. Evaluate on held-out records: split before training "
-            "(dataset.train_test_split), and take out of the evaluation set what is in the training set, too."
+            "values of private data. Use held-out records: split before training, and take copies out."
         )
 
 
@@ -145,9 +142,8 @@ def check_private_evaluation(inputs: TrainerInputs) -> Iterator[Refusal]:
         check_count("eval_times", args.eval_times)
     yield (
         args.tuned_runs is not None,
-        f"eval_data_privacy='private' with tuned_runs={args.tuned_runs or 0:g}: each run would spend "
-        "eval_target_epsilon, and what the choice between them costs the people in the evaluation set is not "
-        "accounted for. Choose by public data, or train one run.",
+        f"eval_data_privacy='private' with tuned_runs={args.tuned_runs or 0:g}: what the choice between runs costs "
+        "the people in the evaluation set is not accounted for. Choose by public data, or train one run.",
     )
     yield (
         args.eval_target_epsilon is None,
@@ -156,9 +152,8 @@ def check_private_evaluation(inputs: TrainerInputs) -> Iterator[Refusal]:
     )
     yield (
         args.privacy_unit == "user",
-        "eval_data_privacy='private' protects single records of the evaluation set, and privacy_unit='user' asks for "
-        "whole users, who may have several. Evaluate on one record of each user, in a run with "
-        "privacy_unit='example', or on public data.",
+        "eval_data_privacy='private' protects single records, and privacy_unit='user' asks for whole users. Evaluate "
+        "on one record of each user in a run with privacy_unit='example', or on public data.",
     )
     for what in ("compute_metrics", "preprocess_logits_for_metrics"):
         yield (

@@ -62,9 +62,8 @@ def _optimizer(inputs: TrainerInputs) -> Any:
 def _on_kinds(inputs: TrainerInputs) -> Iterator[Refusal]:
     yield (
         inputs.preclip is not None and not isinstance(inputs.preclip, Preclip),
-        f"preclip={shown(inputs.preclip)} is no preconditioner. Give an object such as ScaleThenPrivatize(scale=..), "
-        "or one of a class of your own that extends hf_dpopt.preclip.Preclip; names go to the argument "
-        "preconditioner.",
+        f"preclip={shown(inputs.preclip)} is no preconditioner. Give an object of a class that extends "
+        "hf_dpopt.preclip.Preclip, such as ScaleThenPrivatize(scale=..); names go to the argument preconditioner.",
     )
     for stage in inputs.postprocess:
         yield (
@@ -161,9 +160,8 @@ def _on_noise_level(
     )
     yield (
         bool(args.max_grad_norm) and (corrects or _needs_level(inner)),
-        f"max_grad_norm={args.max_grad_norm} rescales the noisy gradient, and {name} would subtract the variance of "
-        "a noise that is not there. Leave max_grad_norm at 0 (the clip of privacy is clipping_norm), or use --optim "
-        "adamw_torch.",
+        f"max_grad_norm={args.max_grad_norm} rescales the noisy gradient, and {name} would subtract the noise it had "
+        "before. Leave max_grad_norm at 0 (clipping_norm is the clip of privacy), or use --optim adamw_torch.",
     )
 
 

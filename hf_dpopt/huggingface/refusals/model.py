@@ -110,9 +110,8 @@ def _on_values(model: nn.Module) -> Iterator[Refusal]:
         )
         yield (
             has_values and not is_finite(p),
-            f"The weights of the model are not finite: {name} holds NaN or infinity, so every loss would be NaN, "
-            "every record would be dropped, and the run would train on noise. Load the weights again; if they came "
-            "from a run that diverged, start from an older checkpoint with a smaller learning rate.",
+            f"The weights of the model are not finite: {name} holds NaN or infinity, so the run would train on noise. "
+            "Load them again, or, if a run diverged, start from an older checkpoint with a smaller learning rate.",
         )
 
 
@@ -175,9 +174,8 @@ def _on_quantisation(model: nn.Module) -> Iterator[Refusal]:
     method = str(getattr(method, "value", method))
     yield (
         config is not None and method != "bitsandbytes",
-        f"The base model is quantised by {method}, and only bitsandbytes was checked: scales of activations that are "
-        "taken over the batch couple its records. Load it with BitsAndBytesConfig(load_in_4bit=True), or unquantised "
-        "in bfloat16.",
+        f"The base model is quantised by {method}; only bitsandbytes was checked, as scales of activations over the "
+        "batch couple records. Load it with BitsAndBytesConfig(load_in_4bit=True), or unquantised in bfloat16.",
     )
 
 

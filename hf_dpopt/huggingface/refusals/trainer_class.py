@@ -35,8 +35,7 @@ def check_arguments_given(args: Any, trainer_class: type) -> None:
     if not isinstance(args, DPTrainingArguments):
         raise DPConfigError(
             f"{trainer_class.__name__} got {type(args).__name__}. Replace it by hf_dpopt.DPTrainingArguments "
-            "(a Seq2SeqTrainer takes hf_dpopt.DPSeq2SeqTrainingArguments, TRL's trainers hf_dpopt.DPSFTConfig, "
-            "DPDPOConfig or DPRewardConfig), and set target_epsilon."
+            "(DPSeq2SeqTrainingArguments, DPSFTConfig, DPDPOConfig, DPRewardConfig), and set target_epsilon."
         )
     if issubclass(trainer_class, Seq2SeqTrainer) and not isinstance(args, Seq2SeqTrainingArguments):
         raise DPConfigError(
@@ -140,8 +139,7 @@ def check_overrides(trainer_class: type, mixin: type) -> None:
     if replaced:
         raise DPConfigError(
             f"{trainer_class.__name__} replaces {', '.join(replaced)}, through which gradients are clipped, noised "
-            "and charged, and checkpoints saved whole. Name DPTrainerMixin first among its bases and leave these "
-            "methods out; use callbacks."
+            "and charged. Name DPTrainerMixin first among its bases and leave these methods out; use callbacks."
         )
     for base in trainer_class.__mro__:
         for name, fix in NOT_CALLED.items():

@@ -85,9 +85,8 @@ def check_arguments(args: Any) -> Iterator[Refusal]:
     for name, value in vars(args).items():
         yield (
             isinstance(value, str) and value == f"<{name.upper()}>",
-            f"{name}={value}: it was left out when these arguments were pickled, as pickles reach checkpoints and "
-            f"the hub. Set args.{name} again (None if there was none); pass it to a worker by an environment "
-            "variable or file.",
+            f"{name}={value}: it was left out when these arguments were pickled. Set args.{name} again (None if there "
+            "was none); pass it to a worker by an environment variable or file.",
         )
 
     check_values(args)
@@ -135,9 +134,8 @@ def check_accumulation(args: Any) -> Iterator[Refusal]:
     steps = args.gradient_accumulation_steps
     yield (
         steps != 1,
-        f"gradient_accumulation_steps={steps} was set after the trainer was made, and the plan is for logical "
-        f"batches of expected_batch_size={args.expected_batch_size} records, whatever the accumulation. Set it in "
-        "DPTrainingArguments before the trainer is made (or set expected_batch_size), and make a new trainer.",
+        f"gradient_accumulation_steps={steps} was set after the trainer was made, and its plan has logical batches of "
+        f"{args.expected_batch_size} records. Set it in DPTrainingArguments before, and make a new trainer.",
     )
 
 
@@ -165,9 +163,8 @@ def _on_acceleration(precision: str, fsdp_version: int, parallelism: Any, dynamo
     )
     yield (
         fsdp_version != 2,
-        f"FSDP version {fsdp_version} flattens the parameters of several layers into one, where gradients of records "
-        "cannot be cut. Use FSDP2: --fsdp with fsdp_config={'version': 2}. Set --fsdp_version 2 where accelerate "
-        "launch --use_fsdp or `accelerate config` asks for it.",
+        f"FSDP version {fsdp_version} joins the parameters of several layers, where gradients of records cannot be "
+        f"cut. Use FSDP2: fsdp_config={{'version': 2}}. Set --fsdp_version 2 of accelerate launch.",
     )
     yield (
         parallelism is not None,
@@ -188,9 +185,8 @@ def check_accelerator(accelerator: Any) -> Iterator[Refusal]:
     ranks, known = collectives.world_size(), accelerator.num_processes
     yield (
         ranks != known,
-        f"The launcher started {ranks} processes (torch.distributed), and the Trainer knows {known} (as accelerate's "
-        "FSDP does on a CPU): each would train and save alone. Start with torchrun --nproc_per_node N, or on a CPU "
-        "add --use_cpu and leave FSDP out of `accelerate config`.",
+        f"The launcher started {ranks} processes, and the Trainer knows {known} (as accelerate's FSDP does on a CPU): "
+        "each would train alone. Start with torchrun --nproc_per_node N; on a CPU add --use_cpu, without FSDP.",
     )
     yield (
         kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"),
