@@ -101,9 +101,8 @@ def noise_of(leaf: DpEvent) -> float:
             return min((noise_of(part) for part, _ in flatten(leaf.event)), default=math.inf)
         case _:
             raise DPConfigError(
-                f"No proof is known here for the event {leaf}. Use the events that the samplers in hf_dpopt.sampling "
-                "make: Gaussian, Poisson-sampled Gaussian, truncated Poisson-sampled Gaussian, mixtures of Gaussians "
-                "and balls in bins."
+                f"No proof is known here for the event {leaf}. Use the events that the samplers make "
+                "(hf_dpopt.sampling): (truncated) Poisson-sampled Gaussian, Gaussian, mixtures, balls in bins."
             )
 
 

@@ -77,9 +77,8 @@ class Capture:
         hooked = [n for n, p in self.parameters.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
         if hooked:
             raise UnsupportedModuleError(
-                f"A gradient hook is registered on {hooked[0]}; it would act on un-noised gradients, or on none. "
-                "Remove the hook: an optimizer that steps inside the backward may have set it. Adapters that change "
-                "their gradients (OSF, CPT) need theirs: use LoRA, DoRA or VeRA."
+                f"A gradient hook on {hooked[0]} would act on un-noised gradients, or on none. Remove the hook: an "
+                "optimizer that steps inside the backward sets one, or an adapter (OSF, CPT); use LoRA, DoRA or VeRA."
             )
         experts = in_mixture(model, self.parameters)
         if experts:
@@ -159,8 +158,7 @@ class Capture:
                 if any(map(is_fsdp, module.modules())):
                     raise UnsupportedModuleError(
                         f"These belong to {path}, which is sharded and runs again for each record: "
-                        f"{', '.join(users[path].values())}. Freeze them (requires_grad_(False)), or start plain data "
-                        "parallel."
+                        f"{', '.join(users[path].values())}. Freeze them, or start plain data parallel."
                     )
                 yield Site(path, module, users[path], fallback.forward, self)
 

@@ -219,9 +219,8 @@ class Scale:
                 fits = len(part.inverse_P) == shape[0] and len(part.inverse_Q) == shape[1:].numel()
             if not fits or not all(bool((v.isfinite() & (v > 0)).all()) for v in map(local_of, values)):
                 raise DPConfigError(
-                    f"The scale of {name} has another shape than the parameter, or entries that are not finite and "
-                    "> 0: a coordinate that is multiplied by 0 would be neither trained nor told apart from noise. "
-                    "Give D in the parameter's shape, with a floor (eps) above 0."
+                    f"The scale of {name} has another shape than the parameter, or entries that are not finite and > "
+                    "0. Give D in the parameter's shape, with a floor (eps) above 0."
                 )
 
 

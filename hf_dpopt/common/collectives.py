@@ -172,7 +172,6 @@ def check_replicas_agree(model: torch.nn.Module) -> None:
     dist.all_gather(everyone, checksum)
     if any(not torch.equal(other, checksum) for other in everyone):
         raise DPConfigError(
-            "The replicas of the model differ between ranks, so the released model is not the one that was accounted "
-            "for. Something changes parameters on one rank only (a callback, an optimizer with its own randomness): "
-            "remove it and resume from the last checkpoint."
+            "The replicas of the model differ between ranks: something changes parameters on one rank only (a "
+            "callback, an optimizer with its own randomness). Remove it and resume from the last checkpoint."
         )

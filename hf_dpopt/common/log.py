@@ -105,10 +105,9 @@ def _without_prompt(record: logging.LogRecord) -> bool:
     message = record.getMessage()
     if _QUOTES_A_PROMPT in message:
         record.msg, record.args = (
-            f"{_QUOTES_A_PROMPT} of the tokenized prompt and answer: the chat template renders the prompt alone "
-            "differently, or tokens merge across the boundary. What differs is left out of the training sequence (it "
-            "is not shown, because it is private). Use a chat template that renders the prompt the same way in both "
-            "cases, or end the prompt on a token boundary.",
+            f"{_QUOTES_A_PROMPT} of the tokenized prompt and answer; what differs is left out of the training "
+            "sequence, and not shown, because it is private. Use a chat template that renders the prompt alone as it "
+            "does before the answer, or end the prompt on a token boundary.",
             (),
         )
     return True

@@ -141,9 +141,8 @@ class MechanismLevel:
         gain = self._gain()
         if gain is None:
             raise DPConfigError(
-                "The noise of this gradient is not of one known level in all coordinates: something after the noise "
-                "scaled, projected or filtered it. Use an optimizer that needs no noise level (adamw_torch, sgd), or, "
-                "for a map of your own that multiplies all by one number, give it the attribute gain."
+                "The noise of this gradient is not of one known level: a map after the noise scaled or filtered it. "
+                "Use adamw_torch or sgd; a map that multiplies all by one number says so in the attribute gain."
             )
         self._gains[self._t()] = gain
         return gain

@@ -137,8 +137,7 @@ class NoiseAwareOptimizer(torch.optim.Optimizer, abc.ABC):
         if self.noise is None:
             raise DPConfigError(
                 f"{type(self).__name__} subtracts the variance of the noise and was not told it. Pass "
-                "noise=run.noise_level(), or set optimizer.noise before the first step; where there is no noise, "
-                "IndependentNoise(0.0)."
+                "noise=run.noise_level(), or set optimizer.noise; without noise, IndependentNoise(0.0)."
             )
         variance = self.noise.variance()
         check_range("noise.variance()", variance, 0, math.inf)

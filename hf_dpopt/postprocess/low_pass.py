@@ -132,11 +132,10 @@ class LowPassFilter(BufferedFilter):
                 b, a = _coefficients(text if name else "")
         except (ValueError, KeyError, ZeroDivisionError, OverflowError):
             raise DPConfigError(
-                f"filter={shown(text)} is no filter. Use one of: {', '.join(PRESETS)}; butterworth:ORDER:CUTOFF or "
-                "chebyshev:ORDER:CUTOFF:RIPPLE, with the cutoff as a fraction of the Nyquist frequency and the ripple "
-                "in decibels (butterworth:2:0.1, chebyshev:2:0.1:0.5); adaptive:TAPS:EVERY, estimated anew every so "
-                "many steps (adaptive:8:10), or adaptive_as_printed:TAPS:EVERY, whose weights are not checked; "
-                "or your own coefficients, 'b=0.1;a=-0.9', with a without its leading 1."
+                f"filter={shown(text)} is no filter. Use one of: {', '.join(PRESETS)}; butterworth:ORDER:CUTOFF "
+                "(2:0.1; a fraction of the Nyquist frequency) or chebyshev:ORDER:CUTOFF:RIPPLE (2:0.1:0.5; "
+                "decibels); adaptive:TAPS:EVERY (8:10), or adaptive_as_printed:TAPS:EVERY, whose weights are not "
+                "checked; or your own coefficients, 'b=0.1;a=-0.9', with a without its leading 1."
             ) from None
         if name == "butterworth":
             return LowPassFilter.butterworth(*numbers)

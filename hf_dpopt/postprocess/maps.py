@@ -153,9 +153,8 @@ class BufferedFilter(Filter):
         if shapes != before:
             changed = [name for name in {**before, **shapes} if before.get(name) != shapes.get(name)]
             raise DPConfigError(
-                f"The tensors of a filter are fixed at its first step, and {len(changed)} are now missing, new or of "
-                f"another shape: {', '.join(changed[:5])}. Give it the gradients of the same parameters in every "
-                "step, or start a new filter."
+                f"The tensors of a filter are fixed, and {len(changed)} are now missing, new or of another shape: "
+                f"{', '.join(changed[:5])}. Give it the gradients of the same parameters, or start a new filter."
             )
         return before
 

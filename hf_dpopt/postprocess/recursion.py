@@ -135,9 +135,8 @@ def _check(b: tuple[float, ...], a: tuple[float, ...]) -> None:
     pole = max(np.roots([1.0, *a]), key=abs, default=0.0)
     if abs(pole) >= MAX_POLE:
         raise DPConfigError(
-            f"This filter is not stable: it has a pole at {pole:.6g}, of modulus {abs(pole):.6g}, and all must be "
-            f"strictly inside the unit circle. a={list(a)} is read without its leading 1, as in m_t = - sum a_i "
-            "m_(t-i) + ...: momentum is b=0.1, a=-0.9."
+            f"This filter is not stable: its pole {pole:.6g}, of modulus {abs(pole):.6g}, must be strictly inside the "
+            f"unit circle. a={list(a)} is read without its leading 1: momentum is b=0.1, a=-0.9."
         )
     if abs(sum(b) - sum(a) - 1) > GAIN_TOLERANCE:
         gain = sum(b) / at_zero

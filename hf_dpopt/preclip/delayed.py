@@ -105,9 +105,8 @@ class DelayedPreconditioner(DividingByMoment):
         """Refuse correlated noise for updates that two streams of it make in turn."""
         if self.variant == "algorithm2" and not is_independent(config.noise_mechanism):
             raise DPConfigError(
-                f"variant='algorithm2' with noise_mechanism={config.noise_mechanism!r}: the optimizer gets the "
-                "releases of two queries in turn, so what one step adds is not taken back in the next. Use "
-                "noise_mechanism='gaussian', or variant='extra_query'."
+                f"variant='algorithm2' with noise_mechanism={config.noise_mechanism!r}: two queries take turns, and "
+                "neither takes the other's noise back. Use noise_mechanism='gaussian' or variant='extra_query'."
             )
 
     @property

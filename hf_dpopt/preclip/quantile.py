@@ -79,8 +79,7 @@ class QuantileClipping(Preclip):
             enough = f"--preconditioner_kwargs '{{\"count_noise\": {1.2 * least:.2g}}}'"
             raise DPConfigError(
                 f"count_noise={self.count_noise} is less noise than the budget allows for the count alone. Use more "
-                f"than {least:.3g} ({enough}), larger batches, or a larger budget; correlated noise has larger draws "
-                "than independent noise."
+                f"than {least:.3g} ({enough}), larger batches, a larger budget, or independent noise."
             )
         return 1 / math.sqrt(1 - share**2)
 

@@ -55,9 +55,8 @@ def check_same_everywhere(dataset: Any) -> None:
     for other in range(ranks.size):
         if lengths[other] != lengths[0] or None not in (marks[0], marks[other]) and marks[other] != marks[0]:
             raise DPConfigError(
-                f"Process {other} has other training records than process 0, or the same in another order, so one "
-                "record could be in a batch twice. Give all machines the same dataset, prepared in the same way (a "
-                "shuffle needs a seed)."
+                f"Process {other} has other training records than process 0, or another order, so one could be in a "
+                "batch twice. Give all machines the same dataset, prepared alike (a shuffle needs a seed)."
             )
 
 

@@ -249,9 +249,8 @@ def _loss_type(model: nn.Module) -> str:
         kind = "ForCausalLM"  # the second: a language model behind a picture or sound encoder
     if kind not in known:
         raise DPConfigError(
-            f"No per-record loss is known for {name}. Known heads: {', '.join(known)}. Pass "
-            "per_example_loss_func=f with f(outputs, labels) or f(outputs, labels, inputs) -> tensor of shape "
-            "(batch,), one loss per record."
+            f"No per-record loss is known for {name}. Known heads: {', '.join(known)}. Pass per_example_loss_func=f "
+            "with f(outputs, labels) or f(outputs, labels, inputs) -> losses of the records, (batch,)."
         )
     return kind
 
@@ -321,9 +320,8 @@ class RecordLosses:
             if not self.function:
                 raise
             raise UnsupportedModuleError(
-                f"{self.function}: the self-check failed with this function. Return one loss per record, made of the "
-                "outputs, labels and inputs of that record alone: no mean over the batch, and no padding counted. "
-                f"{error}"
+                f"{self.function}: the self-check failed with this function. Return one loss per record, of its own "
+                f"outputs, labels and inputs: no mean over the batch, and no padding counted. {error}"
             ) from error
 
     def __call__(self, batch: Mapping[str, Any]) -> torch.Tensor:

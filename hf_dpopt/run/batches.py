@@ -251,9 +251,8 @@ def add_batch(
     except _ForwardFailed as failed:
         if engine.is_collective:
             raise DPConfigError(
-                "The model failed on a batch, and with weights in shards the other processes wait in its next layer, "
-                "so its records cannot be left out one by one. Find what it fails on (the error above), or start "
-                "plain data parallel, which leaves out what cannot be computed."
+                "The model failed on a batch, and with weights in shards its records cannot be left out one by one. "
+                "Find what it fails on (the error above), or start plain data parallel."
             ) from failed.__cause__
         units = _take_apart(batch)
         if len(units) < 2:

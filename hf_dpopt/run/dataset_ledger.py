@@ -138,9 +138,8 @@ class DatasetLedger:
         was, now = (self.header["unit"], self.header["adjacency"]), (reservation.unit, reservation.adjacency)
         if was != now:
             raise DPConfigError(
-                f"The ledger {self.path} protects the unit {was[0]} under {was[1]}, and this run {now[0]} under "
-                f"{now[1]}: their costs do not add up. Use the same unit, and --adjacency {was[1]}; or a ledger of "
-                "its own for the other promise."
+                f"The ledger {self.path} protects the unit {was[0]} under {was[1]}, this run {now[0]} under {now[1]}: "
+                f"their costs do not add up. Use the same unit, and --adjacency {was[1]}; or another ledger."
             )
         charge = charge_of(reservation.event, reservation.adjacency, self.filter.order)
         if entry in self.entries:  # steps that were charged stay charged
@@ -151,9 +150,8 @@ class DatasetLedger:
             raise DPBudgetExceeded(
                 f"This run would bring epsilon of all runs in {self.path} to "
                 f"{self.filter.spent([*others, charge]):.4g} at delta {self.filter.delta:g}, above the budget of "
-                f"{self.filter.epsilon:g} for these people; {self.filter.spent(others):.4g} of it were spent before "
-                f"({len(others)} charged). It was not started. Use a smaller --target_epsilon. The budget of a ledger "
-                "cannot be raised: it was promised."
+                f"{self.filter.epsilon:g} for these people, which cannot be raised; {self.filter.spent(others):.4g} "
+                f"were spent before ({len(others)} charged). It was not started. Use a smaller --target_epsilon."
             )
         return charge
 
@@ -186,8 +184,7 @@ def reserve(
         if not all(map(file.contains, since)):
             raise DPConfigError(
                 f"privacy_ledger={path} lacks a charge of this run: it is another ledger, or was put back to an "
-                "earlier state, and what others spent since may be missing, too. Give the path of the newest copy of "
-                "the ledger that the run began with."
+                "earlier state. Give the path of the newest copy of the ledger that the run began with."
             )
         if not file.records:
             file.append(_header(path, reservation, budget))
@@ -322,8 +319,7 @@ def _header(path: Path, reservation: Reservation, budget: float | None) -> dict[
     if not rule.admits(charges):
         raise DPBudgetExceeded(
             f"privacy_ledger_epsilon={budget:g} does not even admit this run, which costs {rule.spent(charges):.4g} "
-            "by Renyi divergences (looser, and they add up however runs are chosen). It was not started. Use a larger "
-            "budget, or a smaller --target_epsilon."
+            "by Renyi divergences. It was not started. Use a larger budget, or a smaller --target_epsilon."
         )
     return {
         "kind": "dataset", "version": VERSION, "name": secrets.token_hex(8), "epsilon": float(budget),

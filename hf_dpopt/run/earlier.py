@@ -83,9 +83,8 @@ def read_earlier_runs(
             )
         if num_unknown := max(found.num_unknown for found in known):
             raise DPConfigError(
-                f"earlier_runs={folder}: its keys were used for {num_unknown} steps that its ledger does not know, so "
-                "the folder was put back to an earlier state. Resume that run once, which charges them, or put the "
-                "newest ledger back."
+                f"earlier_runs={folder}: its keys were used for {num_unknown} steps that its ledger does not know: it "
+                "was put back to an earlier state. Resume that run once, which charges them."
             )
         for run in earlier_runs_of(ledger.plan, ledger.charged, ledger.digest(), where=str(folder)):
             found[run.ledger_digest] = run
@@ -143,9 +142,8 @@ def recorded_plan(
         plan = dataclasses.replace(plan, delta=None, certificate=None)
     if num_examples not in (None, plan.num_examples):
         raise DPConfigError(
-            f"output_dir={output_dir}: holds a run on another dataset, of {plan.num_examples} "
-            f"records or users; this one has {num_examples}. Continue that run with its own dataset, or choose "
-            "another output_dir."
+            f"output_dir={output_dir}: holds a run on another dataset, of {plan.num_examples} records or users, and "
+            f"this one has {num_examples}. Continue with that dataset, or choose another output_dir."
         )
     if keeps_budget and plan.noise_multiplier == 0:
         raise DPConfigError(

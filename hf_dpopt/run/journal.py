@@ -107,10 +107,9 @@ class Journal:
             self._append(kind, step, values=values)
             return
         logger.warning(
-            f"No journal is kept: a step has {_size_of(values) / GIGABYTE:.3g} GB, and journal_limit of "
-            f"{self._limit / GIGABYTE:g} GB holds fewer than {LEAST_STEPS} of them. If the run is killed it goes "
-            "on from its last checkpoint, and pays for the steps since again. Raise --journal_limit, or save more "
-            "often (--save_steps)."
+            f"No journal is kept: a step has {_size_of(values) / GIGABYTE:.3g} GB, and "
+            f"journal_limit={self._limit / GIGABYTE:g} holds fewer than {LEAST_STEPS}. A killed run would pay for the "
+            "steps since its last checkpoint again. Raise --journal_limit, or save more often (--save_steps)."
         )
         self._limit = 0.0
         self.remove()

@@ -218,8 +218,7 @@ class Ledger:
         if differing := differences(self.plan_of(since), plan, must_match):
             raise DPConfigError(
                 f"The run recorded in {self.path} used another private mechanism ({'; '.join(differing)}). Continue "
-                "with the same options, or choose another output_dir for a new run; on the same data its epsilon "
-                "comes on top of this one's."
+                "with the same options, or choose another output_dir; on the same data its epsilon is added."
             )
 
     # --- records ---

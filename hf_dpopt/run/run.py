@@ -371,9 +371,8 @@ class PrivateRun:
         following = self.first_step + self.charged[-1] + (not is_charged)
         if step != following:
             raise DPConfigError(
-                f"Step {step} is not the one after those charged: {following} is next. Samplers draw by the number of "
-                "a step and are charged by how many there were, so a step left out would show records more often than "
-                "was paid for. Take every step of a run once, in order; one without a batch, too."
+                f"Step {step} is not the one after those charged: {following} is next. A step left out would show "
+                "records more often than was paid for. Take every step once, in order; one without a batch, too."
             )
         if any_sharded(engine.parameters.values()) and self._shards is None:
             raise DPConfigError(

@@ -111,9 +111,8 @@ class Stages:
         needed = {OPTIMIZER_STATE: isinstance(self._optimizer, NoiseAwareOptimizer), RELEASED_STATE: self._has_state}
         if missing := [name for name, is_needed in needed.items() if is_needed and not (Path(folder) / name).exists()]:
             raise DPConfigError(
-                f"{folder} has no {' and no '.join(missing)}: what the preconditioner, the filters or the optimizer "
-                "learned from earlier steps is lost, and the run would go on as another one. Resume from a whole "
-                "checkpoint (save_only_model=False), or load the weights into a new run."
+                f"{folder} has no {' and no '.join(missing)}, so what earlier steps taught preconditioner, filters or "
+                "optimizer is lost. Resume from a whole checkpoint, or load the weights into a new run."
             )
         if not path.exists():
             return

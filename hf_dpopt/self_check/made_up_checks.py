@@ -177,9 +177,8 @@ def _check_shared_draws(probe: Probe, batch: Batch) -> None:
     places = [f"{module or 'the model'} ({operation})" for module, operation in found.items()]
     named = ", ".join(places[:MAX_NAMED]) + (f" and {len(places) - MAX_NAMED} more" if len(places) > MAX_NAMED else "")
     raise UnsupportedModuleError(
-        f"Self-check failed before training: {named} draws random numbers once for the whole batch, and they change "
-        "the gradients: records share them, so one record more or less changes which others share a draw. "
-        f"{_way_out(probe.engine.model, found)}"
+        f"Self-check failed before training: {named} draws random numbers once for the whole batch, so records share "
+        f"draws, and who shares them changes with one record more. {_way_out(probe.engine.model, found)}"
     )
 
 

@@ -82,9 +82,8 @@ class UserIndex:
         other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
         if other is not None:
             raise DPConfigError(
-                f"Process {other} reads other user ids in the column {column!r} than process 0, or in another order: "
-                "what is one person there would be another one here. Give all machines the same dataset, prepared in "
-                "the same way (a shuffle needs a seed)."
+                f"Process {other} reads other user ids in the column {column!r} than process 0, or in another order. "
+                "Give all machines the same dataset, prepared in the same way (a shuffle needs a seed)."
             )
         return cls(*_sorted(read[0][0]), digests[0])
 
@@ -96,9 +95,8 @@ class UserIndex:
         """
         if _read(dataset, column)[1] != self.digest:
             raise DPConfigError(
-                "The training records are not in the order in which their users were read: the dataset was changed, "
-                "shuffled or replaced after the trainer was made, or by it. Prepare the dataset before, and make a "
-                "new trainer."
+                "The training records are not in the order in which their users were read: the dataset was changed "
+                "after the trainer was made, or by it. Prepare the dataset before, and make a new trainer."
             )
 
 
@@ -176,8 +174,7 @@ def _strip_invisible(value: Any) -> Any:
 def _no_column(column: str, names: list[str]) -> DPConfigError:
     return DPConfigError(
         f"The training dataset has no column {column!r} to tell users apart; it has: {', '.join(names) or 'none'}. "
-        "Keep the column when you tokenize (map removes those named in remove_columns); the trainer takes it out of "
-        "what the model sees."
+        "Keep it when you tokenize (map has remove_columns); the model does not see it."
     )
 
 

@@ -77,9 +77,8 @@ class UserInParts(WholeUnits):
         """
         if engine.is_collective:
             raise DPConfigError(
-                "A user, or a record of several rows, does not fit into one physical batch, and with weights in "
-                "shards its gradient cannot be summed in parts. Set records_per_user to at most "
-                "per_device_train_batch_size, or start plain data parallel."
+                "A user, or record of several rows, does not fit into one physical batch, which weights in shards "
+                "ask for. Set records_per_user to at most per_device_train_batch_size, or start plain data parallel."
             )
         seen: list[torch.Tensor] = []
 

@@ -108,9 +108,8 @@ def _check_plain(site: Site, values: list) -> None:
     for value in values:
         if any(_is_of_records(x, site.num_records) for x in _inside(value)):
             raise UnsupportedModuleError(
-                f"{site.name} ({type(site.module).__name__}) takes or returns tensors inside of a "
-                f"{type(value).__name__}, where records cannot be told from each other. Freeze its parameters, or use "
-                "LoRA, DoRA or VeRA."
+                f"{site.name} ({type(site.module).__name__}) has tensors inside of a {type(value).__name__}, where "
+                "records cannot be told from each other. Freeze its parameters, or use LoRA, DoRA or VeRA."
             )
 
 
@@ -144,8 +143,7 @@ def _record_gradients(
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             raise UnsupportedModuleError(
                 f"{site.name} ({type(site.module).__name__}) fails on a record alone ({error}); mostly it keeps state "
-                "of its batch. It has no rule of its own: freeze its parameters, finetune with LoRA, or add one "
-                "under hf_dpopt/clipping/rules."
+                "of its batch. Freeze it, use LoRA, or add a rule under hf_dpopt/clipping/rules."
             ) from error
         outputs = filter(_is_watched, pytree.tree_leaves(out))
         pairs = [(o, g[b : b + 1]) for o, g in zip(outputs, grad_outputs, strict=True) if g is not None]
