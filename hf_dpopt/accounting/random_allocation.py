@@ -186,8 +186,7 @@ def _first_bin(coefs: np.ndarray, num_bins: int) -> np.ndarray:
 def _check_entries(strategy: StrategyMatrices, entries: np.ndarray) -> None:
     if (entries < 0).any():
         raise DPConfigError(
-            f"{strategy.name} has negative entries; the dominating pair of balls in bins is proven for entries >= 0. "
-            "Use nu_dpftrl or blt."
+            f"{strategy.name} has negative entries; the dominating pair is proven for >= 0. Use nu_dpftrl or blt."
         )
 
 

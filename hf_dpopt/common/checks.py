@@ -53,8 +53,7 @@ def check_mapping(name: str, value: Any, example: str) -> Mapping[str, Any]:
     """Refuse what does not map names to values; `example` is JSON that does."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise DPConfigError(
-            f"{name}={shown(value)} is no mapping of names to values. Use JSON on a command line: --{name} "
-            f"'{example}'."
+            f"{name}={shown(value)} is no mapping of names to values. Use JSON, such as --{name} '{example}'."
         )
     return value
 

@@ -64,8 +64,7 @@ def make_folder(folder: Path) -> None:
     """
     if folder.is_symlink():
         raise DPConfigError(
-            f"{folder} is a link, and a run would write to the folder that it leads to. Remove the link, or put the "
-            "folder itself there."
+            f"{folder} is a link, and a run would write to where it leads. Remove it, or put the folder itself there."
         )
     folder.mkdir(parents=True, exist_ok=True)
 

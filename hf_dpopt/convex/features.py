@@ -113,8 +113,7 @@ def _of_batch(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tens
     features_BH = model(**{k: v.to(device_of(model)) for k, v in batch.items()}).logits.float().cpu()
     if features_BH.dim() != 2:
         raise DPConfigError(
-            f"{type(model).__name__} gives {features_BH.dim()}-dimensional features. Use a model that classifies "
-            "whole texts."
+            f"{type(model).__name__} gives {features_BH.dim()}-dimensional features. Use a classifier of whole texts."
         )
     return features_BH
 
@@ -148,8 +147,7 @@ def _check_model(model: nn.Module) -> None:
     names = {str(getattr(getattr(part, "config", None), "model_type", "")) for part in model.modules()}
     if any("big" in name and "bird" in name for name in names):
         raise DPConfigError(
-            f"{type(model).__name__} changes its attention for all records when it meets a short one. Use another "
-            "model."
+            f"{type(model).__name__} changes its attention for all records when one is short. Use another model."
         )
 
 

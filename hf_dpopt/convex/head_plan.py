@@ -74,8 +74,7 @@ class HeadConfig:
     def __post_init__(self) -> None:
         if self.feature_norm is None:
             raise DPConfigError(
-                "There is no feature_norm, which bounds the gradient of a record. Give --feature_norm a public number "
-                "> 0."
+                "There is no feature_norm, which bounds a record's gradient. Give --feature_norm a public number > 0."
             )
         if self.head_radius is None and not self.l2:
             raise DPConfigError(

@@ -346,8 +346,7 @@ class HeadRun:
         for name, value in (("features", features), ("labels", labels)):
             if not isinstance(value, torch.Tensor):
                 raise DPConfigError(
-                    f"The {whose}{name} are a {type(value).__name__}. Use a tensor; torch.from_numpy makes one of an "
-                    "array."
+                    f"The {whose}{name} are a {type(value).__name__}. Use a tensor: torch.from_numpy(array)."
                 )
         if features.dim() != 2 or labels.shape != features.shape[:1]:
             # labels of (n, 1) would be indexed as n x n, and one record would move the sum by its whole batch

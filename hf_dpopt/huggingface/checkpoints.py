@@ -229,8 +229,7 @@ def _check_seen_by_all(folder: Path) -> None:
     sees = collectives.current_ranks().every(folder.is_dir)
     if not all(sees):
         raise DPConfigError(
-            f"{folder} is not there on the machine of process {sees.index(False)}. Put output_dir on a disk that all "
-            "machines see."
+            f"{folder} is not there on the machine of process {sees.index(False)}. Put output_dir where all see it."
         )
 
 

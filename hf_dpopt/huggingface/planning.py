@@ -80,8 +80,7 @@ class PlannedRun:
                     "Set a larger max_length (None: no limit), or take such records out of the dataset before."
                 )
             raise DPConfigError(
-                f"{made} (packing, splitting or filtering), so the plan does not fit. Prepare the dataset before the "
-                "trainer."
+                f"{made} (packing, splitting or filtering), so the plan does not fit. Prepare it before the trainer."
             )
         check_public_records(inputs, TrainingRows(dataset))
         return dataclasses.replace(self, unit_declared=declared)

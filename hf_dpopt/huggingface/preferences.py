@@ -254,8 +254,7 @@ def check_pair_options(inputs: TrainerInputs) -> Iterator[Refusal]:
     )
     yield (
         args.label_smoothing_factor != 0,
-        f"label_smoothing_factor={args.label_smoothing_factor}: losses of pairs have no labels to smooth. Set "
-        "label_smoothing_factor=0.",
+        f"label_smoothing_factor={args.label_smoothing_factor}: pairs have no labels. Set label_smoothing_factor=0.",
     )
     if not isinstance(args, DPDPOConfig):
         return

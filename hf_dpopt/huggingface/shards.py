@@ -156,8 +156,7 @@ def load_weights(model: nn.Module, checkpoint: str) -> None:
     missing = [name for name, p in model.named_parameters() if p.requires_grad and _place(p) not in loaded]
     if missing:
         raise DPConfigError(
-            f"{checkpoint} lacks the weights of {', '.join(missing[:5])}, which are trained. Resume from a whole "
-            "checkpoint of this run."
+            f"{checkpoint} lacks trained weights: {', '.join(missing[:5])}. Resume from a whole checkpoint."
         )
 
 

@@ -147,8 +147,7 @@ def check_num_buffers(num_buffers: Any) -> None:
     check_count("num_buffers", num_buffers)
     check_at_most(
         "num_buffers", num_buffers, MAX_BUFFERS,
-        "each is a copy of the gradient, and more than 4 hardly ever help. Use 3 or 4; noise_mechanism='banded' has "
-        "many bands.",
+        "each is a copy of the gradient, and more than 4 hardly help. Use 3 or 4, or noise_mechanism='banded'.",
     )  # fmt: skip
 
 

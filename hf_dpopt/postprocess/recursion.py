@@ -142,8 +142,7 @@ def _check(b: tuple[float, ...], a: tuple[float, ...]) -> None:
         gain = sum(b) / at_zero
         fix = f"Divide b by {gain:.12g}." if gain else "The coefficients b must not add up to 0."
         raise DPConfigError(
-            f"This filter has gain {gain:.12g} at frequency 0, and a gradient that stays the same must pass with "
-            f"gain 1. {fix}"
+            f"This filter has gain {gain:.12g} at frequency 0, and a constant gradient must pass with gain 1. {fix}"
         )
 
 

@@ -84,8 +84,7 @@ class DelayedPreconditioner(DividingByMoment):
             raise DPConfigError(f"variant={self.variant!r} has no SGD phase: leave adaptive_steps out.")
         if self.variant == "algorithm2" and self.delay == 1:
             raise DPConfigError(
-                "delay=1 with variant='algorithm2' takes the plain release in every step and never divides. Use a "
-                "delay of 2 or more."
+                "delay=1 with variant='algorithm2' never divides: all releases are plain. Use a delay of 2 or more."
             )
 
     @classmethod

@@ -150,8 +150,7 @@ class PublicSubspace:
         """
         if state["rank"] != self.rank:
             raise DPConfigError(
-                f"The checkpoint has a subspace of rank {state['rank']}, this run asks for {self.rank}. Resume with "
-                f"rank={state['rank']}."
+                f"The checkpoint has a subspace of rank {state['rank']}, not {self.rank}. Resume with that rank."
             )
         self.basis = {name: columns.clone() for name, columns in state["basis"].items()}
         self.num_directions, self.version = state["num_directions"], state["version"]

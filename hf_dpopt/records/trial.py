@@ -149,8 +149,7 @@ def _compare(collation: Collation, a: Any, b: Any) -> None:
         for key in (together.keys() | alone.keys()) - drawn - derived:
             if key not in alone or key not in together or not _is_row(together[key], alone[key], place):
                 raise DPConfigError(
-                    f"The collator mixes records: {key!r} of a training record is another one beside a second record "
-                    f"than alone. {FIX}"
+                    f"The collator mixes records: {key!r} of a training record changes beside a second one. {FIX}"
                 )
 
 

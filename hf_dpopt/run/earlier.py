@@ -147,7 +147,6 @@ def recorded_plan(
         )
     if keeps_budget and plan.noise_multiplier == 0:
         raise DPConfigError(
-            f"The run recorded in {known.path} had no noise (noise_multiplier 0), so a budget cannot be kept on top "
-            "of it. Choose another output_dir."
+            f"The run recorded in {known.path} had no noise, so no budget can be kept. Choose another output_dir."
         )
     return plan

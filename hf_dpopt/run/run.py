@@ -453,8 +453,7 @@ class PrivateRun:
             return self._write_down(OPENING, Released(sums), step)
         if self._door is not _Door.BEGUN or step != self._step:
             raise DPConfigError(
-                f"Step {step} was not begun, so nobody paid for its release. Call run.begin(step, engine) first, once "
-                "for every release."
+                f"Step {step} was not begun, so nobody paid for its release. Call run.begin(step, engine) first."
             )
         self._door = _Door.IDLE
         if self._shards is not None:

@@ -374,8 +374,7 @@ def _check_same_mechanism(log: Ledger, other: Ledger) -> None:
         raise DPConfigError(
             f"The plan in {other.path} is not the one that the keys of this run were used for "
             f"({'; '.join(differing)}): it was edited, or is that of another run, and what the steps cost would be "
-            "misread. Put the original file back, or use another output_dir, whose epsilon is added to that of this "
-            "one."
+            "misread. Put the original file back, or use another output_dir; its epsilon adds up."
         )
 
 

@@ -353,10 +353,7 @@ def check_influence(engine: ClippingEngine, losses: RecordLosses, together: Batc
     shortest = min(alone, key=lambda row: sum(v.numel() for v in row.values() if isinstance(v, torch.Tensor)))
     trial = {k: torch.cat([v, v]) if isinstance(v, torch.Tensor) and v.dim() else v for k, v in shortest.items()}
     what = "the clipped sum of records of the dataset is not the sum of what each gives alone"
-    fix = (
-        "The collator or the model mixes records, or a record's gradient depends on how long the others are. "
-        f"{PADDING}"
-    )
+    fix = f"The collator or the model mixes records, or a record's gradient depends on the length of others. {PADDING}"
 
     def check(tolerance: float) -> None:
         with probing(engine, losses, trial, tolerance) as probe:

@@ -120,8 +120,7 @@ class Tuning:
             raise DPConfigError(f"output_dir={self.output_dir} is no folder. Choose another.")
         if (self.output_dir / LEDGER).exists():
             raise DPConfigError(
-                f"output_dir={self.output_dir} holds a run, and the best of a tuning is released there. Choose "
-                "another."
+                f"output_dir={self.output_dir} holds a run; the best of a tuning is released there. Choose another."
             )
         self.place = private_folder(private_dir, output_dir) / FOLDER
         self.place.mkdir(mode=0o700, exist_ok=True)

@@ -30,8 +30,7 @@ def check_model(model: nn.Module) -> Iterator[Refusal]:
     yield not trained, "The model has no trainable parameter. Unfreeze some (requires_grad_(True)) or add LoRA."
     yield (
         len(set(getattr(model, "hf_device_map", {}).values())) > 1,
-        "The model is spread over several devices (device_map). Load it on one device; use accelerate launch for "
-        "several.",
+        "The model is spread over several devices (device_map). Load it on one device; accelerate launch uses all.",
     )
     yield (
         any(is_compiled(module) for module in (model, base_model(model))),
@@ -183,8 +182,7 @@ def _on_experts(model: nn.Module) -> Iterator[Refusal]:
     asked = [f"config.{path}{name}" for path, name, on in settings(model) if name == "output_router_logits" and on]
     yield (
         bool(asked),
-        f"The model adds a load-balancing loss over the batch (output_router_logits). Set {' = '.join(asked)} = "
-        "False.",
+        f"The model adds a load-balancing loss over the batch. Set {' = '.join(asked)} = False.",
     )
 
 
@@ -218,8 +216,7 @@ def _on_adapters(model: nn.Module) -> Iterator[Refusal]:
         )
         yield (
             getattr(config, "velora_config", None) is not None,
-            f"Adapter {adapter!r} is VeLoRA, which compresses along directions of the first, un-noised batch. Set "
-            "velora_config=None.",
+            f"Adapter {adapter!r} is VeLoRA, which compresses by the first, un-noised batch. Set velora_config=None.",
         )
         start = getattr(config, "init_lora_weights", None)
         yield (

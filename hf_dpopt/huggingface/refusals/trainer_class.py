@@ -90,8 +90,7 @@ def _check_sft(args: Any) -> Iterator[Refusal]:
     if not hasattr(args, "loss_type"):
         yield (
             True,
-            f"SFTTrainer would replace {type(args).__name__} by a plain SFTConfig, without the privacy budget. "
-            "Use hf_dpopt.DPSFTConfig.",
+            f"SFTTrainer would replace {type(args).__name__} by one without a budget. Use hf_dpopt.DPSFTConfig.",
         )
         return
     yield (
