@@ -58,6 +58,14 @@ def check_mapping(name: str, value: Any, example: str) -> Mapping[str, Any]:
     return value
 
 
+def check_known(name: str, options: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse options that `name` does not have."""
+    allowed = tuple(known)
+    if unknown := sorted(set(options) - set(allowed)):
+        fix = f"It knows: {', '.join(allowed)}." if allowed else "It has no options: leave them out."
+        raise DPConfigError(f"{name} does not know {', '.join(unknown)}. {fix}")
+
+
 def check_noise_key(value: str) -> None:
     """Refuse a test key that is not 32 bytes in hexadecimal."""
     try:

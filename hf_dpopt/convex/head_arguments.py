@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_dpopt.common.checks import check_count, check_mapping
+from hf_dpopt.common.checks import check_count, check_known, check_mapping
 from hf_dpopt.common.errors import Refusal, refuses, shown
 from hf_dpopt.convex.head_plan import HeadConfig
 from hf_dpopt.convex.subspace_plan import SubspaceHeadConfig
@@ -82,12 +82,8 @@ def check_convex_arguments(args: Any, *, lora_r: int = 0) -> Iterator[Refusal]:
         f"lora_r={lora_r}: the loss is not convex in an adapter. Leave it out.",
     )
     options = check_mapping("preconditioner_kwargs", args.preconditioner_kwargs or {}, '{"rank": 16}')
-    unknown = [name for name in options if name not in SUBSPACE_OPTIONS and args.preconditioner == SUBSPACE]
-    yield (
-        bool(unknown),
-        f"The preconditioner_kwargs have {', '.join(map(repr, unknown))}, which no head in a public subspace has. It "
-        f"knows: {', '.join(SUBSPACE_OPTIONS)}.",
-    )
+    if args.preconditioner == SUBSPACE:
+        check_known(f"preconditioner={SUBSPACE!r}", options, SUBSPACE_OPTIONS)
 
 
 BATCH = 1024

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hf_dpopt.common.checks import check_at_most, check_count
+from hf_dpopt.common.checks import check_at_most, check_count, check_known
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise.restarts import restart
 from hf_dpopt.noise.sensitivity import Participation
@@ -119,12 +119,8 @@ def make_strategy(
         DPConfigError: for unknown options or values out of range; what is allowed is in the message.
     """
     mechanism, options = MECHANISMS[name], dict(options or {})
-    unknown = sorted(set(options) - set(mechanism.options))
-    if unknown:
-        raise DPConfigError(
-            f"`noise_kwargs` has {', '.join(unknown)}, which noise_mechanism={name!r} does not know. It takes: "
-            f"{', '.join((*mechanism.options, *([] if is_independent(name) else ['backend']))) or 'nothing'}."
-        )
+    elsewhere = () if is_independent(name) else ("backend",)  # it is read where noise is drawn
+    check_known(f"noise_mechanism={name!r}", options, (*mechanism.options, *elsewhere))
     if restart_every is None:
         return _tune(mechanism, setting, options)
     check_count("noise_restart_every", restart_every, "the number of steps after which the noise starts anew")

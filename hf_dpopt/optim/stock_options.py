@@ -8,6 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
+from hf_dpopt.common.checks import check_choice, check_known
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.optim import OPTIMIZERS
 
@@ -33,8 +34,7 @@ def optimizer_from_arguments(name: str, args: Any) -> tuple[type[torch.optim.Opt
     Raises:
         DPConfigError: for an unknown name or key, a key that has a field of its own, or a value of another type.
     """
-    if name not in OPTIMIZERS:
-        raise DPConfigError(f"Optimizer {name!r} is unknown. Use one of: {', '.join(OPTIMIZERS)}.")
+    check_choice("optim", name, OPTIMIZERS)
     cls = OPTIMIZERS[name]
     hints = get_type_hints(cls.__init__)
     parameters = {n: p for n, p in inspect.signature(cls).parameters.items() if n != "params"}
@@ -49,9 +49,7 @@ def optimizer_from_arguments(name: str, args: Any) -> tuple[type[torch.optim.Opt
             raise DPConfigError(f"`optim_args` has {key} twice. Give it once.")
         if key in fields:
             raise DPConfigError(f"`optim_args` has {key}={text}, which {name} takes from {fields[key]}. Set it there.")
-        if key not in allowed:
-            fix = f"Use {', '.join(allowed)}." if allowed else "It has no options of its own."
-            raise DPConfigError(f"`optim_args` has {key}={text}, which {name} does not know. {fix}")
+        check_known(name, [key], allowed)
         kwargs[key] = _read_value(key, text, hints[key])
     missing = [n for n in allowed if parameters[n].default is inspect.Parameter.empty and n not in kwargs]
     if missing:

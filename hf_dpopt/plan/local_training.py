@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from hf_dpopt.common.checks import check_count, check_positive, check_real
+from hf_dpopt.common.checks import check_count, check_known, check_positive, check_real
 from hf_dpopt.common.errors import DPConfigError
 
 
@@ -44,11 +44,9 @@ class LocalTraining:
         Raises:
             DPConfigError: for a name that is not known, or no learning rate.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(options.keys() - known)
-        if unknown or "learning_rate" not in options:
-            wrong = f"unknown: {', '.join(unknown)}" if unknown else "no learning_rate"
-            raise DPConfigError(f"`local_training` has {wrong}. Use learning_rate, batch_size, epochs and steps.")
+        check_known("local_training", options, (field.name for field in dataclasses.fields(cls)))
+        if "learning_rate" not in options:
+            raise DPConfigError("`local_training` has no learning_rate. Use a number > 0; 0.1 to 1 is usual.")
         return cls(**options)
 
     def batches(self, num_records: int, rng: np.random.Generator) -> list[np.ndarray]:

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_dpopt.clipping.measures import Measures
-from hf_dpopt.common.checks import check_positive, check_real, check_share
+from hf_dpopt.common.checks import check_known, check_positive, check_real, check_share
 from hf_dpopt.common.errors import DPConfigError, shown
 
 THRESHOLDS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # clipping norms
@@ -67,11 +67,7 @@ class PrivateMetrics:
     def of(cls, share: float | None, options: Mapping[str, Any]) -> PrivateMetrics | None:
         """Make what two options ask for: `log_private_metrics` and `private_metrics_kwargs`; None for no numbers."""
         known = {field.name for field in dataclasses.fields(cls)} - {"share"}
-        if unknown := sorted(set(options) - known):
-            raise DPConfigError(
-                f"private_metrics_kwargs={shown(dict(options))} has {', '.join(unknown)}, which nothing reads. It "
-                f"takes: {', '.join(sorted(known))}."
-            )
+        check_known("private_metrics_kwargs", options, sorted(known))
         if share is None:
             if options:
                 raise DPConfigError(

@@ -217,15 +217,11 @@ class Release:
         if self.earlier or self.opening is not None:
             beside = self._with_all_else(dp_accounting.NoOpDpEvent(), 1)
             spent = accountants.epsilon(beside, delta, self.adjacency).epsilon
-            if spent >= epsilon * (1 - MARGIN) and not self.earlier:
-                raise DPConfigError(
-                    f"The query before the first step alone costs epsilon {spent:.4g} at delta {delta:g}, and "
-                    f"target_epsilon={epsilon:g} is for it and the steps. Use more query_noise."
-                )
             if spent >= epsilon * (1 - MARGIN):
+                what = "earlier runs" if self.earlier else "query before the first step"
                 raise DPConfigError(
-                    f"The earlier runs spent epsilon {spent:.4g} at delta {delta:g}, and target_epsilon={epsilon:g} "
-                    "is for them and this run together. Raise target_epsilon."
+                    f"The {what} spent epsilon {spent:.4g} at delta {delta:g}, and target_epsilon={epsilon:g} is for "
+                    f"all together. {'Raise target_epsilon' if self.earlier else 'Use more query_noise'}."
                 )
 
         def epsilon_at(noise_multiplier: float, relative_error: float) -> float:

@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_dpopt.common.checks import check_choice
-from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.checks import check_choice, check_known
 from hf_dpopt.common.extras import import_modules
 from hf_dpopt.preclip.delayed import DelayedPreconditioner
 from hf_dpopt.preclip.one_query import OneQuery
@@ -62,11 +61,7 @@ def make_preclip(
     """
     check_choice("preconditioner", name, PRECLIPS)
     cls, fixed = PRECLIPS[name]
-    known = [option for option in option_names(cls) if option not in fixed]
-    unknown = sorted(set(options or {}) - set(known))
-    if unknown:
-        what = f"It knows: {', '.join(known)}." if known else "It has no options: leave preconditioner_kwargs out."
-        raise DPConfigError(f"preconditioner={name!r} does not know {', '.join(unknown)}. {what}")
+    check_known(f"preconditioner={name!r}", options or {}, (n for n in option_names(cls) if n not in fixed))
     defaults = {} if num_steps is None else cls.defaults(num_steps, options or {})
     kept = {name: value for name, value in (recorded or {}).items() if name in defaults}
     return cls(**fixed | defaults | kept | dict(options or {}))

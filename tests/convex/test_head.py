@@ -207,7 +207,7 @@ IN_SUBSPACE = [
     ({"log_unprivatized": True}, "never covered"),
     (
         {"preconditioner_kwargs": {"rank": 4, "project": "after_noise"}},
-        "'project'.*It knows: rank, refresh_every, eps, adagrad",
+        "does not know project.*It knows: rank, refresh_every, eps, adagrad",
     ),
     ({"preconditioner_kwargs": {"rank": 0}}, "rank=0"),
 ]

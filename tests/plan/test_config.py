@@ -24,7 +24,10 @@ def config(**changes):
         ({"target_epsilon": 0.0}, "Use a finite number > 0; 1 to 8 is usual"),
         ({"target_epsilon": math.nan}, "target_epsilon=nan.*Use a finite number > 0"),
         ({"target_epsilon": "8"}, "target_epsilon='8'.*Use a finite number > 0"),
-        ({"target_epsilon": None, "noise_multiplier": -0.1}, "noise_multiplier=-0.1 .*Use a finite number > 0.*NOT PRIVATE"),
+        (
+            {"target_epsilon": None, "noise_multiplier": -0.1},
+            "noise_multiplier=-0.1 .*Use a finite number > 0.*NOT PRIVATE",
+        ),
         ({"target_epsilon": None, "noise_multiplier": math.nan}, "noise_multiplier=nan.*Use a finite number > 0"),
         ({"clipping_norm": 0.0}, "clipping_norm=0.0.*Use a finite number > 0"),
         ({"clipping_norm": math.nan}, "clipping_norm=nan.*Use a finite number > 0"),

@@ -222,7 +222,7 @@ def test_options_of_a_name_are_checked():
         make_preclip("dp2_rmsprop", {"delays": 7})
     with pytest.raises(DPConfigError, match="does not know second_moment"):
         make_preclip("dp2_rmsprop", {"second_moment": "yogi"})
-    with pytest.raises(DPConfigError, match="leave preconditioner_kwargs out"):
+    with pytest.raises(DPConfigError, match="leave them out"):
         make_preclip("none", {"delay": 7})
     with pytest.raises(DPConfigError, match="Use one of"):
         make_preclip("dp2")

@@ -201,8 +201,11 @@ def test_a_quantile_and_two_queries_have_their_share_beside_the_numbers():
         ({"log_private_metrics": None}, "there are none. Add --log_private_metrics 0.02"),
         ({"private_metrics_kwargs": {}}, "no bound on the loss of a unit. Declare one"),
         ({"private_metrics_kwargs": {"loss_bound": 0}}, "loss_bound"),
-        ({"private_metrics_kwargs": {**BOUND, "window": 3}}, "has window, which nothing reads"),
-        ({"private_metrics_kwargs": {**BOUND, "loss_share": 1.0}}, "loss_share of private_metrics_kwargs=1.0 is outside"),
+        ({"private_metrics_kwargs": {**BOUND, "window": 3}}, "does not know window. It knows: loss_bound"),
+        (
+            {"private_metrics_kwargs": {**BOUND, "loss_share": 1.0}},
+            "loss_share of private_metrics_kwargs=1.0 is outside",
+        ),
         ({"private_metrics_kwargs": {**BOUND, "norm_thresholds": [2, 1]}}, "no increasing numbers > 0"),
         ({"private_metrics_kwargs": {**BOUND, "norm_thresholds": []}}, "no increasing numbers > 0"),
         ({"private_metrics_kwargs": {**BOUND, "norm_thresholds": ["a"]}}, "norm_thresholds"),
