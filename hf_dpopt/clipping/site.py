@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ class Sink(Protocol):
     def paused(self) -> AbstractContextManager[None]: ...
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Site:
     """One method under capture (mostly a layer's forward), with its rule, parameter names and sink.
 
@@ -37,22 +39,21 @@ class Site:
         sink: receives the contributions.
         method: name of the method.
         changes_shapes: the rule also replaces the method where no gradient is taken.
+
+    Attributes:
+        original: the method itself, inside a step.
+        shared: arguments that are the same for all records.
     """
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        parameter_names: dict[str, str],
-        rule: Rule,
-        sink: Sink,
-        method: str = "forward",
-        changes_shapes: bool = False,
-    ):
-        self.name, self.module, self.parameter_names, self.sink = name, module, parameter_names, sink
-        self.rule, self.method, self.changes_shapes = rule, method, changes_shapes
-        self.original: Any = None
-        self.shared: set[tuple[Any, int]] = set()  # arguments that are the same for all records; see `fallback`
+    name: str
+    module: nn.Module
+    parameter_names: dict[str, str]
+    rule: Rule
+    sink: Sink
+    method: str = "forward"
+    changes_shapes: bool = False
+    original: Any = dataclasses.field(default=None, init=False)
+    shared: set[tuple[Any, int]] = dataclasses.field(default_factory=set, init=False)  # see `rules.fallback`
 
     @property
     def num_records(self) -> int:
