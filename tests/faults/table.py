@@ -189,8 +189,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a clipping norm may vanish in float32",
         "hf_dpopt/common/checks.py",
-        "    if value < SMALLEST_CLIPPING_NORM:\n",
-        "    if False:\n",
+        "    if not SMALLEST_CLIPPING_NORM <= value <= LARGEST_CLIPPING_NORM:\n",
+        "    if not value <= LARGEST_CLIPPING_NORM:\n",
         (f"{NORMS}::test_norms_out_of_range_are_refused_wherever_they_are_given",),
     ),
     Fault(

@@ -79,5 +79,5 @@ def test_options():
     assert make_strategy("fft", setting, {"decoder": "fourier"}) == FourierStrategy("fourier")
     with pytest.raises(DPConfigError, match="'optimal', 'fourier'"):
         make_strategy("fft", setting, {"decoder": "best"})
-    with pytest.raises(DPConfigError, match="'blt'"):
+    with pytest.raises(DPConfigError, match="'fft' cannot be tuned for so many"):
         make_strategy("fft", Setting(num_steps=10_000, participation=Participation()))
