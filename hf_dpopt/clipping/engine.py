@@ -9,7 +9,7 @@ import abc
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -39,11 +39,8 @@ class UnprivatizedStatistics(Secret):
     num_dropped: int = 0
 
     def __add__(self, other: UnprivatizedStatistics) -> UnprivatizedStatistics:
-        return UnprivatizedStatistics(*(a + b for a, b in zip(_values(self), _values(other), strict=True)))
-
-
-def _values(x: UnprivatizedStatistics) -> tuple[Any, ...]:
-    return dataclasses.astuple(x)
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return UnprivatizedStatistics(*(a + b for a, b in pairs))
 
 
 @contextlib.contextmanager
