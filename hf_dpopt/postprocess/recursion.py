@@ -135,7 +135,7 @@ def _check(b: tuple[float, ...], a: tuple[float, ...]) -> None:
     pole = max(np.roots([1.0, *a]), key=abs, default=0.0)
     if abs(pole) >= MAX_POLE:
         raise DPConfigError(
-            f"This filter is not stable: its pole {pole:.6g}, of modulus {abs(pole):.6g}, must be strictly inside the "
+            f"This filter is not stable: a pole at {pole:.6g}, of modulus {abs(pole):.6g}, is not strictly inside the "
             f"unit circle. a={list(a)} is read without its leading 1: momentum is b=0.1, a=-0.9."
         )
     if abs(sum(b) - sum(a) - 1) > GAIN_TOLERANCE:

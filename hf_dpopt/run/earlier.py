@@ -142,8 +142,8 @@ def recorded_plan(
         plan = dataclasses.replace(plan, delta=None, certificate=None)
     if num_examples not in (None, plan.num_examples):
         raise DPConfigError(
-            f"output_dir={output_dir}: holds a run on another dataset, of {plan.num_examples} records or users, and "
-            f"this one has {num_examples}. Continue with that dataset, or choose another output_dir."
+            f"output_dir={output_dir}: holds a run on another dataset, of {plan.num_examples} records or users; this "
+            f"one has {num_examples}. Continue with that dataset, or choose another output_dir."
         )
     if keeps_budget and plan.noise_multiplier == 0:
         raise DPConfigError(

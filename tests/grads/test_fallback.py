@@ -159,7 +159,7 @@ def test_records_inside_of_an_object_are_refused(how):
     put, take = HELD[how]
     model = WithHolder(Beside(take)).double()
     model.put = put
-    with pytest.raises(UnsupportedModuleError, match="takes or returns tensors inside of a Holder"):
+    with pytest.raises(UnsupportedModuleError, match="has tensors inside of a Holder"):
         clipped_gradient_sum(model, _batch([3.0, 5.0, -2.0]), clipping_norm=0.7, loss=_loss)
 
 

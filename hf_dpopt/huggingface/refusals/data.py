@@ -83,7 +83,7 @@ def check_left(given: Any, prepared: Any, args: Any, name: str) -> None:
     """
     if hasattr(prepared, "__len__") and len(given) > len(prepared) == 0:
         raise DPConfigError(
-            f"max_length={args.max_length}: TRL left no record of the {name} dataset, as none fits or has a token to "
+            f"max_length={args.max_length}: no record of the {name} dataset is left: none fits and has a token to "
             "learn. Set a larger max_length (None: no limit); check assistant_only_loss and completion_only_loss."
         )
 
