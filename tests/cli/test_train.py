@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM, RobertaForSequenceClassification
 
 from hf_dpopt.cli import app, train
 from tests.helpers import tiny
-from tests.recipes.conftest import gpt2_dir, save_roberta, t5_dir  # noqa: F401  fixtures
+from tests.recipes.conftest import as_words, gpt2_dir, save_roberta, t5_dir  # noqa: F401  fixtures
 from tests.recipes.test_sft import TEMPLATE
 from tests.recipes.texts import DOCUMENTS, PAIRS
 
@@ -216,7 +216,7 @@ def models(tmp_path_factory, gpt2_dir: str, t5_dir: str) -> dict[str, str]:  # n
 
 def changes(name: str, models: dict[str, str]) -> list[str]:
     """Flags that make a ready file a tiny run."""
-    words = [word for flag, value in TINY.items() for word in (f"--{flag}", value)]
+    words = as_words(TINY)
     encoder = ["--encoder_name_or_path", models["glue"], "--num_rows", "8", "--num_clusters", "8"]
     return [
         *words,

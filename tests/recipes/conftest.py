@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,25 @@ from transformers import (
 
 from recipes.embedded.build import make_gpt2_tokenizer, make_tokenizer
 from tests.recipes.texts import DOCUMENTS, PAIRS, POSITIONS
+
+SYNTHETIC = {  # flags of a tiny run of recipes/synthetic.py
+    "target_epsilon": "8", "target_delta": "1e-3", "max_steps": "1", "expected_batch_size": "20", "use_peft": "true",
+    "lora_r": "2", "lora_target_modules": "all-linear", "report_to": "none", "save_strategy": "no",
+    "output_dir": "out", "private_state_dir": "keys", "use_cpu": "true", "eval_data_privacy": "public",
+}  # fmt: skip
+
+
+def as_words(flags: Mapping[str, str | None]) -> list[str]:
+    """Flags as a command line has them; one that is None is left out."""
+    return [word for name, value in flags.items() if value is not None for word in (f"--{name}", value)]
+
+
+def refusal(status: int, capsys: pytest.CaptureFixture[str]) -> str:
+    """The last line of a run of recipes/synthetic.py that was refused before anything was charged."""
+    last = capsys.readouterr().err.rstrip().splitlines()[-1]  # progress of loading comes before it
+    assert status == 2 and last.startswith("error: ")
+    assert not list(Path().rglob("ledger*")) and not Path("people.json").exists() and not list(Path().glob("keys/*/*"))
+    return last
 
 
 def save_gpt2(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> str:
