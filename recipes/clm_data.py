@@ -229,8 +229,7 @@ def find_kind(tables: Mapping[str, Table], args: Any, user_id_column: str | None
     if len(kinds) != 1:
         what = "no kind of data is" if not kinds else "several kinds of data are"
         raise DPConfigError(
-            f"{first.name}: {what} recognised among the columns {columns_in(first)}. Name what to use: {KINDS}. A "
-            "file without a line of column names needs one."
+            f"{first.name}: {what} recognised among the columns {columns_in(first)}. Name what to use: {KINDS}."
         )
     (kind,) = kinds
     if args.generate and not isinstance(kind, Pairs):

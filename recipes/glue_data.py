@@ -12,7 +12,7 @@ from typing import Any
 from datasets import Dataset, DatasetDict
 
 from hf_dpopt import DPConfigError
-from recipes.tables import Table, check_columns
+from recipes.tables import Table, check_columns, columns_in
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +97,8 @@ def find_columns(
         pair = pair or found_pair
     if text is None:
         raise DPConfigError(
-            f"{table.name}: no text column recognised among {', '.join(map(repr, names))}. Name it with --text_column "
-            "(and --text_pair_column); a file without a line of column names needs one."
+            f"{table.name}: no text column recognised among {columns_in(table)}. Name it with --text_column (and "
+            "--text_pair_column)."
         )
     return Columns(text, pair, label)
 
@@ -248,8 +248,7 @@ def _columns_of_split(split: str, table: Table, named: dict[str, str | None]) ->
     columns = find_columns(table, **named)
     if columns.label is None and not is_test:
         raise DPConfigError(
-            f"{table.name}: no label column recognised among {', '.join(map(repr, table.columns))}. Name it with "
-            "--label_column."
+            f"{table.name}: no label column recognised among {columns_in(table)}. Name it with --label_column."
         )
     user = named["user"]
     if user is not None and user in ("text", "pair", "label", *vars(columns).values()):

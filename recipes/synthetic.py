@@ -66,7 +66,7 @@ from recipes.histogram import release_counts
 from recipes.synthetic_table import TableRows
 from recipes.synthetic_text import Controls, TextRows
 from recipes.table_schema import KEYS, Schema
-from recipes.tables import TEXT_EXTENSIONS, Table, check_columns, columns_in, read_table
+from recipes.tables import TEXT_EXTENSIONS, Table, check_columns, read_table
 
 from trl import ModelConfig, SFTTrainer  # isort: skip
 
@@ -217,11 +217,11 @@ def load_tables(args: SyntheticArguments, is_embedded: bool) -> tuple[Table, Tab
         return train, test, []
     if args.text_column not in train.columns:
         draft = json.dumps({name: {"type": f"one of {', '.join(KEYS)}"} for name in train.columns}, ensure_ascii=False)
-        raise DPConfigError(
-            f"{train.name} has no column {args.text_column!r} (--text_column). It has: {columns_in(train)}. Name the "
-            "column of the texts. Or, for a table, write a file schema.json and add --schema schema.json; a number "
-            f"has min and max, too, and a category its values: {draft}"
+        fix = (
+            "Name the column of the texts. Or, for a table, write a file schema.json and add --schema schema.json; a "
+            f"number has min and max, too, and a category its values: {draft}"
         )
+        check_columns(train, {args.text_column: "text_column"}, fix)
     if args.control_columns is None:
         args.control_columns = ["label"] if "label" in train.columns else []
     wanted = {args.text_column: "text_column"} | dict.fromkeys(args.control_columns, "control_columns")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from hf_dpopt import DPConfigError
 
 EXTENSIONS = (".csv", ".tsv", ".json", ".jsonl")
 TEXT_EXTENSIONS = (*EXTENSIONS, ".txt", ".parquet")  # for recipes that need no label
+WITH_HEADER = (".csv", ".tsv")
+NAME, LONGEST_NAME = re.compile(r"[^\W\d]"), 40  # of a column; values begin with digits, or are long
 COLA_HEADER = ["source", "label", "mark", "sentence"]
 MAX_FIELD = 2**31 - 1  # the csv module stops at 131,072 characters otherwise
 
@@ -42,8 +45,21 @@ class Table:
 
 
 def columns_in(table: Table) -> str:
-    """Their names; without a line of names the first record stands there, which may be long."""
-    return ", ".join(repr(name if len(name) <= 40 else f"{name[:40]}...") for name in table.columns)
+    """Their names, for a message.
+
+    Raises:
+        DPConfigError: if the first line of a file seems to be a record, which is not shown.
+    """
+    if Path(table.name.lower().removesuffix(".gz")).suffix not in WITH_HEADER:
+        return ", ".join(map(repr, table.columns))
+    for number, (name, values) in enumerate(table.columns.items(), start=1):
+        if not NAME.match(name) or len(name) > LONGEST_NAME or name in values:
+            raise DPConfigError(
+                f"{table.name}: the first line has to name the columns, and seems to be a record, which is not shown: "
+                f"its field {number} does not begin with a letter, is longer than {LONGEST_NAME} characters, or is a "
+                "value of the same column below. Put a line of names first, or give that column a name."
+            )
+    return f"{', '.join(map(repr, table.columns))} (its first line)"
 
 
 def check_columns(table: Table, wanted: Mapping[str, str], fix: str) -> None:
@@ -175,10 +191,10 @@ def _from_rows(path: Path, rows: Iterator[tuple[int, list[str]]]) -> Table:
     if len(header) == 4 and header[1] in ("0", "1") and header[2] in ("", "*"):
         first_row, header = header, COLA_HEADER
         add(first_line, first_row)
-    duplicate = next((name for name in header if header.count(name) > 1), None)
-    if duplicate is not None:
+    if twice := [str(i) for i, name in enumerate(header, start=1) if header.count(name) > 1]:
         raise DPConfigError(
-            f"{path}: two columns are called {duplicate!r}. Give each a name of its own in the first line."
+            f"{path}: the columns {' and '.join(twice)} share a name. Give each a name of its own in the first line; "
+            "if that is a record, put a line of names before it."
         )
     for line, row in rows:
         add(line, row)
@@ -210,6 +226,8 @@ def _read_json(path: Path, file: TextIO) -> Table:
             return _read_jsonl(path, file)
         raise DPConfigError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}). Fix that line.") from None
     if isinstance(whole, dict):
+        if whole and all(isinstance(one, dict) for one in whole.values()):  # keys may be ids of people
+            raise DPConfigError(f"{path} holds objects in an object. Write a list of objects, or one object per line.")
         whole = whole["data"] if isinstance(whole.get("data"), list) else [whole]
     if not isinstance(whole, list):
         raise DPConfigError(

@@ -194,6 +194,10 @@ def _text(text: str) -> dict[str, str]:
 
 BAD = {  # what is wrong -> how to make it, part of the message
     "no schema": (lambda: {"schema": None, "label_column": None}, '"weight": {"type": "one of integer, number, '),
+    "no line of names": (  # its first record would be the draft
+        lambda: {"schema": None, "label_column": None, "train_file": write("bare.csv", 1, 60, "20,61.5,Bonn,no,p0")},
+        "bare.csv: the first line has to name the columns, and seems to be a record, which is not shown: its field 1",
+    ),
     "no such schema": (lambda: {"schema": "nothere.json"}, "schema=nothere.json: cannot be read"),
     "no JSON": (lambda: _text("age: integer"), "schema=odd.json: cannot be read"),
     "no columns": (lambda: _text("[]"), "schema=odd.json: has no columns"),

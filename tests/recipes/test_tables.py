@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hf_dpopt import DPConfigError
-from recipes.tables import read_table
+from recipes.tables import check_columns, columns_in, read_table
 
 ROWS = [
     {"sentence": 'a "quoted" film, with commas', "label": "1"},
@@ -101,10 +101,11 @@ DAMAGED = {
     "semicolons": ("a.csv", "sentence;label\nx, y;1\n", "one column name with ';' in it.*read_csv.*sep=';'"),
     "tabs in a csv": ("a.csv", "sentence\tlabel\nx\t1\n", r"one column name with '\\t' in it.*a .tsv file by tabs"),
     "open quote": ("a.csv", 'sentence,label\nx,1\n"y,1\n', "line 3: not valid csv .* Fix the quotes"),
-    "twice": ("a.tsv", "label\tlabel\n1\t1\n", "two columns are called 'label'. Give each"),
+    "twice": ("a.tsv", "label\tlabel\n1\t1\n", "the columns 1 and 2 share a name. Give each a"),
     "jsonl": ("a.jsonl", '{"label": 1}\n{"label": \n', "line 2: not valid JSON .* Fix or remove that line"),
     "json": ("a.json", '[{"label": 1},\n{"label"}]', "line 2: not valid JSON .* Fix that line"),
     "json value": ("a.json", "3", "Write a list of objects"),
+    "json of objects": ("a.json", '{"Meier": {"age": 3}, "Wolf": {"age": 4}}', "holds objects in an object. Write a"),
     "json row": ("a.jsonl", '{"label": 1}\n[1]\n', "line 2: a list, not an object"),
     "json keys": ("a.jsonl", '{"label": 1, "a": 2}\n{"label": 1}\n', "line 2: keys differ .* 'a'. Give all records"),
 }
@@ -118,6 +119,24 @@ def test_damaged_files_are_refused(tmp_path: Path, case: str) -> None:
         write(path, text)
     with pytest.raises(DPConfigError, match=mend):
         read_table(path)
+
+
+@pytest.mark.parametrize(
+    "first", ["43,Meier", ",Meier", "2020-01-02,Meier", f"{'long ' * 9},Meier", "x,Meier", "Wolf,Ulm"]
+)
+def test_a_record_in_place_of_names_is_not_shown(tmp_path: Path, first: str) -> None:
+    table = read_table(write(tmp_path / "a.csv", f"{first}\n44,Ulm\n45,Meier\n"))
+    with pytest.raises(DPConfigError, match=r"a.csv: the first line .* is not shown: its field [12] does") as error:
+        check_columns(table, {"text": ""}, "")
+    assert not [value for value in first.split(",") if value and f"{value!r}" in str(error.value)]
+
+
+def test_names_are_shown_with_their_place(tmp_path: Path) -> None:
+    for name, content, shown in (
+        ("a.CSV", "age,_id,Größe\n1,2,3\n", "'age', '_id', 'Größe' (its first line)"),
+        ("a.jsonl", '{"1": 2}\n', "'1'"),
+    ):
+        assert columns_in(read_table(write(tmp_path / name, content))) == shown
 
 
 def test_broken_bytes_are_refused(tmp_path: Path) -> None:
