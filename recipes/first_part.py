@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, DPTrainingArguments
+from hf_dpopt.common.errors import shown
 from hf_dpopt.run.ledger import LEDGER, Ledger
 
 MARK, WEIGHTS = "belongs_to.json", "model.safetensors"
@@ -35,7 +36,8 @@ def read_weights(folder: Path, mark: Mapping[str, Any], what: str) -> dict[str, 
         return None
     path = folder / MARK
     then = json.loads(path.read_text()) if path.is_file() else {}
-    other = [f"{name}: {then.get(name)!r}, now {value!r}" for name, value in mark.items() if then.get(name) != value]
+    changed = [name for name, value in mark.items() if then.get(name) != value]
+    other = [f"{name}: {shown(then.get(name))}, now {shown(mark[name])}" for name in changed]
     if other:
         raise DPConfigError(
             f"{folder} holds {what} of another run ({'; '.join(other)}). Use another output_dir; what was spent there "

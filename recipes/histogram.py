@@ -80,6 +80,7 @@ def release_counts(
     args: DPTrainingArguments,
     epsilon: float,
     *,
+    meaning: str = "",
     users: Sequence[Any] | None = None,
     following: PrivacyPlan | None = None,
 ) -> dict[str, np.ndarray]:
@@ -92,6 +93,7 @@ def release_counts(
         sizes: name -> number of cells, which is public.
         args: arguments of the run that follows; its output_dir gets a folder, its `earlier_runs` an entry.
         epsilon: budget of the histograms alone, at the delta of `args`; > 0.
+        meaning: what the cells stand for, which is published: counts that are there are those of the same meaning.
         users: user of each record, where users are protected.
         following: plan of the run that follows, or of a costlier one, whose room in the ledger of `args` is checked
             before the counts are charged there.
@@ -108,7 +110,13 @@ def release_counts(
     folder = Path(args.output_dir) / FOLDER
     num_units = len(next(iter(cells.values()))) if users is None else len(set(users))
     counting = _arguments(args, folder, num_units, len(cells), epsilon)
-    mark = {"sizes": dict(sizes), "num_units": num_units, "target_epsilon": epsilon, "delta": args.target_delta}
+    mark = {
+        "sizes": [[*pair] for pair in sizes.items()],  # their order is that of the weights
+        "meaning_of_cells": meaning,
+        "num_units": num_units,
+        "target_epsilon": epsilon,
+        "delta": args.target_delta,
+    }
     found = first_part.read_weights(folder, mark, "the counts")
     if found is None and (Path(args.output_dir) / LEDGER).exists():
         raise DPConfigError(

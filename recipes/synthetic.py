@@ -150,7 +150,9 @@ def main(argv: list[str]) -> None:
         del trial
         gc.collect()  # a trainer is part of a cycle, and its model would stay on the device
         epsilon = args.histogram_share * (training_args.target_epsilon or 0.0)
-        counts = release_counts(data.cells, data.sizes, training_args, epsilon, users=users, following=plan)
+        counts = release_counts(
+            data.cells, data.sizes, training_args, epsilon, meaning=data.meaning, users=users, following=plan
+        )
     trainer_class = SFTTrainer if args.non_private else DPSFTTrainer
     trainer = sft.make_trainer(trainer_class, training_args, model_args, {"train": records})
     running.train(trainer, training_args)

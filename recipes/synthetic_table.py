@@ -39,6 +39,7 @@ class TableRows:
     def __init__(self, args: Any, schema: Schema, train: Sequence[Row], held_out: Sequence[Row], seed: int):
         self._args, self._schema, self._train, self._held_out, self._seed = args, schema, train, held_out, seed
         self.columns, self.cells, self.sizes = schema.names, schema.cells(train), schema.sizes
+        self.meaning = repr(schema)
         self.texts = [*map(schema.write, train)]
         self.prompts, self.codes, self.least = [PROMPT] * len(train), [PROMPT], f"a row such as '{schema.example}'"
         logger.info(f"A row is learned as: {PROMPT} {schema.example}")

@@ -6,6 +6,7 @@ Shape legend: N = texts, E = embedding size, K = clusters.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import itertools
 import logging
@@ -13,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -338,6 +340,8 @@ class TextRows:
         logger.info("Embedding the public text and the training records.")
         self._args, self._controls, self._test_cells, self._seed = args, controls, cells[1], seed
         self.texts, self._held_out, self._encoder = texts, held_out, args.encoder_name_or_path or installed_encoder()
+        of_public = hashlib.sha256(repr(public).encode()).hexdigest()
+        self.meaning = repr((args.text_column, controls, of_public, Path(self._encoder).name, seed))
         self._centres = find_clusters(embed(public, self._encoder), args.num_clusters, seed)
         self._embeddings = embed(texts, self._encoder)
         lengths, clusters = [*map(length_cell, texts)], nearest(self._embeddings, self._centres).tolist()

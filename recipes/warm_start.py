@@ -263,6 +263,7 @@ def _mark(model: PreTrainedModel, name: str, records: Any, args: DPTrainingArgum
             digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return {
         "frozen_part": digest.hexdigest(),
+        "features": [getattr(model.config, name, None) for name in ("pooling", "pooling_layers")],
         "label2id": dict(model.config.label2id),
         "num_records": len(records),
         "target_epsilon": args.target_epsilon,

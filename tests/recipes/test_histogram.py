@@ -162,8 +162,10 @@ def test_counts_that_are_there_are_read_and_others_refused(tmp_path):
     assert args.earlier_runs == [str(tmp_path / "run" / FOLDER)]
     ledger = [json.loads(line) for line in (tmp_path / "run" / FOLDER / "privacy" / "ledger.jsonl").open()]
     assert sum(record["kind"] == "step" for record in ledger) == 1
-    with pytest.raises(DPConfigError, match="the counts of another run"):
-        release_counts(columns(EVERY), {**SIZES, "cluster": 5}, arguments(tmp_path / "run"), 1.0)
+    swapped = {name: SIZES[name] for name in reversed(SIZES)}  # their order is that of the weights
+    for sizes, meaning in (({**SIZES, "cluster": 5}, ""), (swapped, ""), (SIZES, "ages from 30")):
+        with pytest.raises(DPConfigError, match="the counts of another run .*(sizes|meaning_of_cells)"):
+            release_counts(columns(EVERY), sizes, arguments(tmp_path / "run"), 1.0, meaning=meaning)
 
 
 def test_counts_without_their_charge_are_refused(tmp_path):

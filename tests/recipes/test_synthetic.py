@@ -33,6 +33,7 @@ from recipes.synthetic_text import (
     LENGTHS,
     Controls,
     Rows,
+    TextRows,
     embed,
     find_clusters,
     finished,
@@ -136,6 +137,19 @@ def test_between_equal_centres_no_last_digit_chooses():
     public_NE = np.repeat(np.eye(3, dtype=np.float32), 4, axis=0)
     with pytest.warns(ConvergenceWarning):
         assert len(find_clusters(public_NE, 8, 42)) == 3
+
+
+def test_counts_know_what_their_clusters_were_made_of(folder):
+    """Counts of other clusters, as many as these, made a wrong table."""
+    args, *_ = synthetic.parse(words())
+    controls = Controls(("label",), (("food",), ("place",)))
+
+    def meaning(public: list[str], seed: int) -> str:
+        return TextRows(args, controls, ([0, 1], []), ["a mill.", "a river."], [], public, seed).meaning
+
+    public = [f"{word} and more" for word in WORDS]
+    assert meaning(public, 1) == meaning(public, 1)
+    assert len({meaning(public, 1), meaning(public[::-1], 1), meaning(public, 2)}) == 3
 
 
 def test_users_are_counted_as_a_whole(folder, capsys):

@@ -123,9 +123,16 @@ def other_weights():
     return model
 
 
+def other_features():
+    model = classifier()
+    model.config.pooling_layers = [1]
+    return model
+
+
 @pytest.mark.parametrize(
     "make, rows, epsilon, words",
     [
+        (other_features, N, 2.0, "features"),
         (other_labels, N, 2.0, "label2id"),
         (other_weights, N, 2.0, "frozen_part"),
         (classifier, N, 3.0, "target_epsilon"),
