@@ -59,6 +59,7 @@ from hf_dpopt.huggingface.refusals.data import check_batch, check_evaluation
 from hf_dpopt.huggingface.refusals.gradient_stages import SHARED
 from hf_dpopt.huggingface.refusals.training_arguments import check_arguments
 from hf_dpopt.records.overlap import TrainingRows
+from hf_dpopt.records.unit import warn_of_people
 from hf_dpopt.run.keys import private_folder
 from recipes import options, running, sft
 from recipes.embedded.corpus import read_corpus
@@ -298,9 +299,11 @@ def check(
     if args.non_private:
         return make
     of_users = training_args.privacy_unit == "user"
-    check_batch(
-        training_args, 0, len(set(train.columns[str(training_args.user_id_column)])) if of_users else len(train)
-    )
+    num_units = len(set(train.columns[str(training_args.user_id_column)])) if of_users else len(train)
+    check_batch(training_args, 0, num_units)
+    warn_of_people(train.columns, training_args.privacy_unit)
+    if schema is not None:
+        schema.warn_of_ids(num_units)
     training = TrainingRows(_rows(texts))
     if test is not None:
         check_evaluation(_rows(others), training)

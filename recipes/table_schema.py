@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dpopt import DPConfigError
+from hf_dpopt.common.log import warn_once
 from recipes.synthetic_text import LENGTHS, length_cell
 from recipes.tables import Table, check_columns
 
@@ -37,6 +38,8 @@ PLAIN = re.compile(r"\w+(?:[ ./+-]\w+)*")  # what needs no quotes
 HALF = re.compile(r"[\ud800-\udfff]")  # of a surrogate pair: JSON can name one alone, UTF-8 cannot hold it
 MISSING = "?"
 MOST_INTERVALS = 10  # of a range, in a histogram
+ID = re.compile(r"(?i:(?:.*[\W_])?(?:id|idx|uuid|guid|key|nr|no|number))|.*[a-z]I[dD]")  # case_no, patientId
+LARGE_RANGE = 1000  # numbers
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,26 @@ class Schema:
                     'or give the column "optional": true, with which such values are missing.'
                 ) from None
         return found
+
+    def warn_of_ids(self, num_units: int) -> None:
+        """Warn once of columns that may tell rows apart, by what is public: names, ranges and the number of units.
+
+        Whether their values differ is not looked at: a line of a log would say something exact of the records.
+        """
+        most = max(num_units, LARGE_RANGE)
+        found = [
+            repr(one.name)
+            for one in self.columns
+            if one.type != "category"
+            and (ID.fullmatch(one.name) or one.max - one.min >= most and one.type == "integer")
+        ]
+        if found:
+            warn_once(
+                f"ids in {found}",
+                f"The schema has {', '.join(found)}, with the name of an id, or more numbers than there are records. "
+                "If every record has another value (an id, a number of a case), it cannot be learned, and made-up "
+                "ones mean nothing: leave it out of the schema.",
+            )
 
     def write(self, row: Row) -> str:
         """A row as text."""

@@ -260,6 +260,22 @@ def test_training_records_are_no_held_out_rows(folder, capsys):
     assert "The evaluation dataset is the training dataset" in capsys.readouterr().err and not Path("out").exists()
 
 
+def test_ids_are_warned_of_by_what_is_public(folder, caplog, capsys):
+    """Not by their values, which a line of a log would then say something exact of."""
+    odd = {"case_no": {"type": "text"}, "personId": {"type": "number", "min": 0, "max": 9}}
+    odd |= {"income": {"type": "integer", "min": 0, "max": 999_999}, "id": {"type": "category", "values": ["a", "b"]}}
+    with Path("train.csv").open("w") as file:
+        file.writelines(f"{line}\n" for line in [",".join([*odd, "paid", "age"]), *["7,1,5,a,b,25"] * 60])
+    Path("odd.json").write_text(json.dumps(odd | {"paid": {"type": "text"}, "age": SCHEMA["age"]}))
+    flags = words(schema="odd.json", label_column=None, validation_file=None, model_name_or_path="nothere")
+    for _ in range(2):
+        refusal(synthetic.run(flags), capsys)
+    [said] = [record.getMessage() for record in caplog.records if "leave it out of the schema" in record.getMessage()]
+    assert said.startswith(
+        "The schema has 'case_no', 'personId', 'income', with the name of an id, or more numbers than"
+    )
+
+
 LETTERS = [*"aZ0 ,:\"\\{}[]?\n\t'", "\u00fc", "\u6f22", "\U0001f600", "\u2028"]
 
 
