@@ -20,7 +20,7 @@ from transformers import Trainer, set_seed
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainerMixin, DPTrainingArguments
 from hf_dpopt.common.disk_faults import find_fault
 
-USAGE_ERROR = 2
+USAGE_ERROR, INTERRUPTED = 2, 130
 # Wall-clock values depend on how many records were drawn. They are shown, not stored.
 TIMINGS = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
 
@@ -132,9 +132,13 @@ def result_text(lines: list[tuple[str, str]]) -> str:
 
 
 def run(argv: list[str], entry: Callable[[list[str]], None]) -> int:
-    """Exit status of a run: 0, or 2 with one line on stderr for what the user can fix."""
+    """Exit status of a run: 0, or with one line on stderr 2 for what the user can fix, and 130 for Ctrl-C."""
     try:
         entry(argv)
+    except KeyboardInterrupt:
+        said = "What was charged stays charged; hf-dpopt doctor OUTPUT_DIR says how much, and where the run goes on."
+        print(f"error: interrupted. {said}", file=sys.stderr)
+        return INTERRUPTED
     except (
         DPConfigError, DPBudgetExceeded, ValueError, OSError, TemplateError, yaml.YAMLError, ImportError, RuntimeError
     ) as error:  # fmt: skip

@@ -60,7 +60,9 @@ from hf_dpopt.huggingface.refusals.gradient_stages import SHARED
 from hf_dpopt.huggingface.refusals.training_arguments import check_arguments
 from hf_dpopt.records.overlap import TrainingRows
 from hf_dpopt.records.unit import warn_of_people
+from hf_dpopt.run.journal import JOURNAL
 from hf_dpopt.run.keys import private_folder
+from hf_dpopt.run.ledger import Ledger
 from recipes import options, running, sft
 from recipes.embedded.corpus import read_corpus
 from recipes.histogram import release_counts
@@ -156,12 +158,14 @@ def main(argv: list[str]) -> None:
         )
     trainer_class = SFTTrainer if args.non_private else DPSFTTrainer
     trainer = sft.make_trainer(trainer_class, training_args, model_args, {"train": records})
-    running.train(trainer, training_args)
-    running.publish(trainer, training_args)
+    if not load_finished(trainer, training_args):
+        running.train(trainer, training_args)
+        running.publish(trainer, training_args)
     if not trainer.is_world_process_zero():
         return
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     most = most_tokens(model, training_args.max_length or LONGEST)
+    logger.info("Sampling. If it is stopped, the same command with --resume_from_checkpoint True samples at no cost.")
     columns, compute_scores = data.make(model, trainer.processing_class, counts, most)
     written = write_rows(args, training_args, dict(zip(data.columns, columns, strict=True)))
     scores, exact = compute_scores()  # after the rows are written: if a score fails, they are there
@@ -376,6 +380,21 @@ def check_trial(trainer: Any, data: TextRows | TableRows) -> None:
         raise DPConfigError(
             f"max_length={trainer.args.max_length}: the model takes {most} tokens. Use --max_length {most}."
         )
+
+
+def load_finished(trainer: Any, training_args: DPSFTConfig) -> bool:
+    """Load the model of a training that has ended, to sample again; return whether there was one.
+
+    Its key and its journal are gone, so without a checkpoint nothing else leads to its weights.
+    """
+    folder = Path(training_args.output_dir)
+    ledger = Ledger.find(folder) if str(training_args.resume_from_checkpoint).lower() == "true" else None
+    if ledger is None or ledger.last_chain is None or ledger.plan is None or (folder / JOURNAL).exists():
+        return False
+    if ledger.last_chain.reached < ledger.plan["num_steps"] or any(folder.glob("checkpoint-*")):
+        return False
+    trainer._load_from_checkpoint(str(folder))
+    return True
 
 
 def most_tokens(model: Any, max_length: int) -> int:

@@ -17,6 +17,7 @@ pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.report.report import read_report
+from hf_dpopt.run.ledger import LEDGER
 from hf_dpopt.verify import FAILED, verify
 from recipes import synthetic
 from recipes.embedded.build import make_gpt2_tokenizer
@@ -177,6 +178,27 @@ def test_no_row_that_fits_ends_in_one_line_and_keeps_the_model(folder, capsys, m
     last = capsys.readouterr().err.rstrip().splitlines()[-1]
     assert last.startswith("error: schema=schema.json: none of 9 sampled rows fits it.") and "stays spent" in last
     assert Path("out/adapter_model.safetensors").exists()
+
+
+def test_an_interrupted_sampling_ends_in_one_line_and_goes_on_at_no_cost(folder, capsys, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def charged() -> list[bytes]:
+        return [Path(name, LEDGER).read_bytes() for name in ("out", f"out/{FOLDER}")]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("recipes.synthetic_table.sample", interrupt)
+        assert synthetic.run(words()) == 130
+    err, before = capsys.readouterr().err, charged()
+    assert err.rstrip().splitlines()[-1].startswith("error: interrupted. What was charged stays charged;")
+    assert "Traceback" not in err and not Path("out/dataset").exists()
+    assert synthetic.run(words(resume_from_checkpoint="True")) == 0, capsys.readouterr().err
+    assert Path("out/dataset/synthetic.csv").stat().st_size and charged() == before
+    # counts of other ages are none of these
+    Path("schema.json").write_text(json.dumps(SCHEMA | {"age": {"type": "integer", "min": 10, "max": 19}}))
+    assert synthetic.run(words(resume_from_checkpoint="True")) == 2
+    assert "holds the counts of another run (meaning_of_cells: " in capsys.readouterr().err and charged() == before
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
