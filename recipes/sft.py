@@ -43,6 +43,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from hf_dpopt import DPConfigError, DPSFTConfig, DPSFTTrainer
 from hf_dpopt.huggingface.arguments import check_no_statement
+from hf_dpopt.huggingface.refusals.training_arguments import check_arguments
 from recipes import flags, hub, models, options, running
 from recipes.embedded.chats import build_smollm2, read_chats
 from recipes.tables import TEXT_EXTENSIONS, columns_in, read_table
@@ -148,8 +149,12 @@ def parse(
         if name.startswith(("lora_", "use_dora", "use_rslora")) and (value := getattr(model_args, name)):
             options.check_lora(name, value, "use_peft", is_on=model_args.use_peft)
     options.check_counts(data_args)
+    options.check_counts(model_args, ("lora_r", "lora_alpha"))
     if data_args.non_private:
         check_no_statement(training_args.output_dir)
+    else:  # wrong values end here, not after loading
+        training_args.privacy_config(training_args.expected_batch_size or 1)
+        check_arguments(training_args)
     if "output_dir" not in given:  # the clocks of several processes differ
         training_args.output_dir = broadcast_object_list([training_args.output_dir])[0]
     training_args.do_train = True  # asked for or not; `running.publish` writes the card of what was trained
@@ -187,7 +192,7 @@ def set_model(training_args: Any, model_args: ModelConfig, is_embedded: bool) ->
         model_args.model_name_or_path, fix=models.FIX, revision=model_args.model_revision,
         trust_remote_code=training_args.trust_remote_code,
     )  # fmt: skip
-    training_args.model_init_kwargs = {
+    training_args.model_init_kwargs = (training_args.model_init_kwargs or {}) | {
         "revision": model_args.model_revision,
         "trust_remote_code": training_args.trust_remote_code,
         "attn_implementation": model_args.attn_implementation,

@@ -57,7 +57,6 @@ from hf_dpopt import DPConfigError, DPSFTConfig, DPSFTTrainer
 from hf_dpopt.common.durable import write_durably
 from hf_dpopt.huggingface.refusals.data import check_batch, check_evaluation
 from hf_dpopt.huggingface.refusals.gradient_stages import SHARED
-from hf_dpopt.huggingface.refusals.training_arguments import check_arguments
 from hf_dpopt.records.overlap import TrainingRows
 from hf_dpopt.records.unit import warn_of_people
 from hf_dpopt.run.journal import JOURNAL
@@ -265,9 +264,6 @@ def check(
                 f"control_columns={' '.join(names)}: {name} has {why}, and the values of control columns are "
                 "published. Leave it out."
             )
-    if not args.non_private:
-        training_args.privacy_config(training_args.expected_batch_size or 1)
-        check_arguments(training_args)
     if test is not None and training_args.eval_data_privacy == "undeclared":
         raise DPConfigError(
             "validation_file: its rows are read without noise, and nobody said whose they are. Add "

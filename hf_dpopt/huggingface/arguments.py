@@ -89,13 +89,13 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
 
     def __post_init__(self) -> None:
         check_types(self)  # transformers computes with them at once
-        check_json(self)
         self.adam_beta1, self.adam_beta2 = float(self.adam_beta1), float(self.adam_beta2)  # torch takes no integers
         if self.deepspeed:  # transformers would ask for the package first
             raise DPConfigError(
                 f"deepspeed={shown(self.deepspeed)}: takes the backward and the optimizer over, with them clip and "
                 "noise. Leave deepspeed out; use accelerate launch, with --fsdp where a GPU does not hold the model."
             )
+        check_json(self)
         if self.output_dir is not None and Path(self.output_dir).is_file():
             raise DPConfigError(f"output_dir={self.output_dir}: is a file. Name a folder.")
         asked = self.optim
@@ -166,6 +166,8 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        named = (vars(base).get("_VALID_DICT_FIELDS", ()) for base in cls.__mro__)  # TRL's configurations have more
+        cls._VALID_DICT_FIELDS = list(dict.fromkeys(name for names in named for name in names))
         if "__repr__" not in vars(cls):
             cls.__repr__ = DPTrainingArguments.__repr__  # type: ignore[method-assign]  # else one is generated
 

@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import json
 import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
+from transformers.integrations import INTEGRATION_TO_CALLBACK
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.trainer_utils import SchedulerType
 
 from hf_dpopt.common.checks import check_choice, check_kind, check_mapping, check_real, kinds_of
 from hf_dpopt.common.errors import DPConfigError, shown
@@ -27,6 +34,8 @@ _STEPS = (0.0, 1e15, "a finite number >= 0")
 _SEED = (0.0, 2.0**32 - 1, "a whole number from 0 to 4294967295")
 RANGES: dict[str, tuple[float, float, str]] = {  # option -> smallest, largest, what is allowed
     "per_device_train_batch_size": (1.0, 1e15, "an integer >= 1; it changes memory and speed, never the result"),
+    "per_device_eval_batch_size": (1.0, 1e15, "an integer >= 1"),
+    "dataloader_num_workers": (0.0, 1e15, "an integer >= 0"),
     "gradient_accumulation_steps": (1.0, 1e15, "an integer >= 1"),
     "learning_rate": (0.0, LARGEST, "a finite number >= 0, such as 1e-3"),
     "weight_decay": _NOT_NEGATIVE,
@@ -43,6 +52,8 @@ RANGES: dict[str, tuple[float, float, str]] = {  # option -> smallest, largest, 
     "seed": _SEED,
     "data_seed": _SEED,
 }
+FILES = ("accelerator_config", "fsdp_config")  # may be named in place of JSON
+GIVEN = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}  # to a schedule, by transformers
 _JSON = ("lr_scheduler_kwargs", "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
 
 
@@ -67,6 +78,11 @@ def check_values(args: TrainingArguments) -> None:
             if not smallest <= value <= largest:
                 raise DPConfigError(f"{name}={shown(value)} is out of range. Use {allowed}.")
     pairs_of(args.optim_args)  # what they say is for the optimizer to read
+    schedule = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(args.lr_scheduler_type)]).parameters
+    if "kwargs" not in schedule:  # which takes any
+        _check_keys("lr_scheduler_kwargs", args.lr_scheduler_kwargs or {}, [*schedule.keys() - GIVEN])
+    for name in [args.report_to] if isinstance(args.report_to, str) else args.report_to or []:
+        check_choice("report_to", name, [*INTEGRATION_TO_CALLBACK, "all", "none"])
     _check_length(args)
 
 
@@ -98,17 +114,41 @@ def check_types(args: TrainingArguments) -> None:
 
 
 def check_json(args: Any) -> None:
-    """Refuse texts of options that take JSON on a command line, and hold none."""
+    """Refuse texts of options that take JSON on a command line, and hold none; before transformers reads them."""
+    _check_padding(args)
     for name in args._VALID_DICT_FIELDS:
-        text = getattr(args, name)
-        if not isinstance(text, str) or not text.startswith("{"):
-            continue
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            why = "too many brackets" if isinstance(error, RecursionError) else error
-            raise DPConfigError(
-                f"{name}={shown(text)} is not JSON ({why}). Use double quotes, and single ones around all for the "
-                f"shell: --{name} '{{\"name\": 1}}'."
-            ) from None
-        check_mapping(name, value, '{"name": 1}')
+        value = getattr(args, name)
+        if isinstance(value, str):
+            value = check_mapping(name, _read_json(name, value), '{"name": 1}')
+        if name == "accelerator_config" and isinstance(value, Mapping):
+            _check_keys(name, value, [field.name for field in dataclasses.fields(AcceleratorConfig)])
+
+
+def _read_json(name: str, text: str) -> Any:
+    """What a text says, or the file that it names; the text itself where it is neither."""
+    if name in FILES and Path(text).is_file():
+        text = Path(text).read_text(encoding="utf-8")
+    elif not text.startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        why = "too many brackets" if isinstance(error, RecursionError) else error
+        raise DPConfigError(
+            f"{name}={shown(text)} is not JSON ({why}). Use double quotes, and single ones around all for the shell: "
+            f"--{name} '{{\"name\": 1}}'."
+        ) from None
+
+
+def _check_keys(name: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse keys of an option that nothing reads."""
+    if unknown := sorted(given.keys() - {*known}):
+        allowed = ", ".join(sorted(known)) or "none: leave it out"
+        raise DPConfigError(f"{name}={shown(given)}: {unknown[0]!r} is no key of it. Its keys: {allowed}.")
+
+
+def _check_padding(args: Any) -> None:
+    """Refuse what TRL, which takes texts too, would read as no number, or a collator could not pad to."""
+    value = str(getattr(args, "pad_to_multiple_of", None)).lower()
+    if value not in ("none", "null", "auto") and not (value.isdecimal() and int(value)):
+        raise DPConfigError(f"pad_to_multiple_of={shown(args.pad_to_multiple_of)}: must be an integer >= 1. Use 8.")

@@ -169,6 +169,13 @@ def test_a_first_row_of_the_wrong_kind_is_named(folder, capsys, column):
         ({"config": "nothere.yaml"}, "config=nothere.yaml: there is no such file"),
         ({"config": "odd.yaml"}, "config: the file is not YAML"),
         ({"max_steps": "many"}, "--max-steps: invalid int value: 'many'. --help lists all flags."),
+        ({"accelerator_config": "nonsense"}, "accelerator_config='nonsense' is no mapping of names to values."),
+        ({"dataset_kwargs": "nonsense"}, "dataset_kwargs='nonsense' is no mapping of names to values."),
+        ({"pad_to_multiple_of": "nonsense"}, "pad_to_multiple_of='nonsense': must be an integer >= 1."),
+        ({"pad_to_multiple_of": "0"}, "pad_to_multiple_of='0': must be an integer >= 1."),
+        ({"report_to": "nonsense"}, "report_to='nonsense' is unknown. Use one of: "),
+        ({"max_length": "1"}, "max_length=1 is out of range. Use an integer >= 2"),
+        ({"use_peft": "true", "lora_r": "-3"}, "lora_r=-3 is not a positive count."),
         ({"target_epsilonn": "8"}, "--target_epsilonn is not a flag. Did you mean --target_epsilon?"),
         ({"target_eps": "8"}, "--target_eps is not a flag. Did you mean --target_epsilon?"),
     ],
@@ -181,9 +188,10 @@ def test_wrong_flags_end_in_one_line(folder, capsys, changes, says):
     assert says in err and err.count("\n") == 1 and not Path("out").exists()
 
 
-def test_a_limit_below_two_tokens_is_refused(folder, capsys):
-    assert sft.run(_words(max_length="1")) == 2
-    assert "max_length=1 is out of range. Use an integer >= 2" in capsys.readouterr().err and not Path("out").exists()
+def test_options_of_trl_that_are_json_are_read_as_such(folder):
+    """The list of their names was that of transformers alone, and TRL asked a text for its keys."""
+    _, training, _, _ = sft.parse(_words(dataset_kwargs='{"skip_prepare_dataset": false}', pad_to_multiple_of="8"))
+    assert training.dataset_kwargs == {"skip_prepare_dataset": False} and training.pad_to_multiple_of == 8
 
 
 def test_held_out_conversations_of_which_no_answer_fits_are_refused(folder, capsys):
@@ -217,6 +225,7 @@ def test_a_flag_with_dashes_is_the_same_flag(folder, monkeypatch):
 def test_all_processes_name_the_same_folder(folder):
     """The name of the folder holds the time, and clocks differ."""
     words = ["--model_name_or_path", "model", "--train_file", "train.jsonl", "--use_cpu", "true"]
+    words += ["--target_epsilon", "8"]
 
     def name() -> None:
         if os.environ["RANK"] == "1":

@@ -238,7 +238,8 @@ def test_training_records_are_refused_where_rows_are_read_without_noise(folder, 
 
 
 def test_a_first_word_is_the_file_and_no_word_the_embedded_job(folder):
-    args, _, _, is_embedded = synthetic.parse(["data.csv", "--model_name_or_path", "model", "--use_cpu", "true"])
+    flags = ["--model_name_or_path", "model", "--use_cpu", "true", "--target_epsilon", "8"]
+    args, _, _, is_embedded = synthetic.parse(["data.csv", *flags])
     assert args.train_file == "data.csv" and not is_embedded
     _, training, _, is_embedded = synthetic.parse(["--use_cpu", "true"])
     assert is_embedded and training.target_epsilon == 8.0

@@ -35,6 +35,18 @@ ARGUMENTS = {  # what was given -> what is said
     "deep JSON": ({"preconditioner_kwargs": '{"a": ' * 2000}, "is not JSON [(](too many brackets|Expecting value)"),
     "bad JSON of transformers": ({"lr_scheduler_kwargs": "{'a': 1}"}, "lr_scheduler_kwargs=.* is not JSON"),
     "JSON of a number": ({"preconditioner_kwargs": "1"}, "preconditioner_kwargs='1' is no mapping"),
+    "no JSON of accelerate": ({"accelerator_config": "nonsense"}, "accelerator_config='nonsense' is no mapping"),
+    "no key of accelerate": (
+        {"accelerator_config": {"a": 1}},
+        "accelerator_config=.* 'a' is no key of it. Its keys: di",
+    ),
+    "no JSON of FSDP": ({"fsdp_config": "nonsense"}, "fsdp_config='nonsense' is no mapping"),
+    "no key of a schedule": (
+        {"lr_scheduler_kwargs": {"a": 1}},
+        "lr_scheduler_kwargs=.* 'a' is no key of it.* none: le",
+    ),
+    "an unknown tracker": ({"report_to": "nonsense"}, "report_to='nonsense' is unknown. Use one of: "),
+    "an evaluation batch of 0": ({"per_device_eval_batch_size": 0}, "per_device_eval_batch_size=0 is out of range"),
     "99 buffers": ({"noise_mechanism": "blt", "noise_kwargs": {"num_buffers": 99}}, "num_buffers=99 is more than 16"),
     "1e9 epochs": ({"max_steps": -1, "num_train_epochs": 1e9}, "1e[+]09 epochs of 4 steps are more than 10,000,000"),
     "1e9 steps": ({"max_steps": 10**9}, "num_steps=1000000000 is more than 10,000,000"),
