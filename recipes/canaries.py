@@ -126,7 +126,7 @@ def _make(argv: list[str]) -> None:
         raise DPConfigError("Canaries are put among the records of a file. Give --train_file.")
     if model_args.model_name_or_path is None and model_args.tokenizer_name is None:
         raise DPConfigError("Canaries are made of a model's tokens. Give --model_name_or_path.")
-    table = read_table(data_args.train_file, kinds=TEXT_EXTENSIONS)
+    table = read_table(data_args.train_file, kinds=TEXT_EXTENSIONS, option="train_file")
     words = words_of(models.load_tokenizer(model_args))
     kind = find_kind({"train": table}, data_args)
     # a row with nothing in it, of the same types as the first one, but for the columns that are read

@@ -216,7 +216,9 @@ def load_rows(
         DPConfigError: if a file cannot be read.
     """
     files = {"train": data_args.train_file, "validation": data_args.validation_file}
-    rows = embedded or {split: read_rows(path, layouts) if path else [] for split, path in files.items()}
+    rows = embedded or {
+        split: read_rows(path, layouts, f"{split}_file") if path else [] for split, path in files.items()
+    }
     limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
     return {split: found[: limits[split]] for split, found in rows.items()}
 
@@ -240,16 +242,19 @@ def make_trainer(
     )
 
 
-def read_rows(path: str, layouts: Sequence[tuple[str, ...]] = LAYOUTS) -> list[dict[str, Any]]:
+def read_rows(
+    path: str, layouts: Sequence[tuple[str, ...]] = LAYOUTS, option: str | None = None
+) -> list[dict[str, Any]]:
     """Rows of a file, all with the same columns.
 
     Args:
         layouts: columns of a record; the first of which a file has all is taken.
+        option: what named the file, for messages.
 
     Raises:
         DPConfigError: if it cannot be read; naming the first row that is not a record of one of the layouts.
     """
-    table = read_table(path, kinds=TEXT_EXTENSIONS)
+    table = read_table(path, kinds=TEXT_EXTENSIONS, option=option)
     layout = next((layout for layout in layouts if set(layout) <= set(table.columns)), None)
     if layout is None:
         raise DPConfigError(

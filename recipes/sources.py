@@ -33,7 +33,7 @@ def load_tables(
     """
     files = {split: path for split, path in data_args.files.items() if path}
     if files:
-        tables = {split: read_table(path, kinds=kinds) for split, path in files.items()}
+        tables = {split: read_table(path, kinds=kinds, option=f"{split}_file") for split, path in files.items()}
     else:
         found: Any = hub.load(
             f"The dataset {name!r}{f' ({config})' if config else ''}", load_dataset, name, config,
@@ -45,7 +45,7 @@ def load_tables(
         # what is made of the table drops such columns
         warn_of_people(tables["train"].columns, training_args.privacy_unit)
     if data_args.public_file is not None and training_args.do_train:
-        tables[SPLIT] = read_table(data_args.public_file, kinds=kinds)
+        tables[SPLIT] = read_table(data_args.public_file, kinds=kinds, option="public_file")
     return tables
 
 

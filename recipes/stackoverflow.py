@@ -249,7 +249,7 @@ def read_vocabulary(data_args: DataTrainingArguments) -> tuple[Vocabulary | None
     """The words that have ids, or that the accuracy counts, and public texts."""
     texts: list[str] = []
     if data_args.public_file:
-        public = read_table(data_args.public_file, kinds=TEXT_EXTENSIONS)
+        public = read_table(data_args.public_file, kinds=TEXT_EXTENSIONS, option="public_file")
         column = data_args.text_column if data_args.text_column in public.columns else next(iter(public.columns))
         texts = [text_of({column: text}, column) for text in public.columns[column]]
     if data_args.vocabulary_file:

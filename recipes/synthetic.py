@@ -212,8 +212,10 @@ def load_tables(args: SyntheticArguments, is_embedded: bool) -> tuple[Table, Tab
         tables = read_corpus().tables()
         found: list[Table | None] = [tables["train"], tables["validation"]]
     else:
-        files = (args.train_file, args.validation_file)
-        found = [read_table(path, kinds=TEXT_EXTENSIONS) if path else None for path in files]
+        files = {"train_file": args.train_file, "validation_file": args.validation_file}
+        found = [
+            read_table(path, kinds=TEXT_EXTENSIONS, option=option) if path else None for option, path in files.items()
+        ]
     train, test = _first(found[0], args.max_train_samples), _first(found[1], args.max_eval_samples)
     assert train is not None
     if args.file_format is None:
@@ -235,7 +237,7 @@ def load_tables(args: SyntheticArguments, is_embedded: bool) -> tuple[Table, Tab
         check_columns(table, wanted, "Name the columns as they are in both files.")
     if args.public_file is None:
         return train, test, read_corpus().public_text
-    public = read_table(args.public_file, kinds=TEXT_EXTENSIONS)
+    public = read_table(args.public_file, kinds=TEXT_EXTENSIONS, option="public_file")
     check_columns(public, {args.text_column: "text_column"}, "Public text has the same text_column.")
     return train, test, [str(text) for text in public.columns[args.text_column] if str(text).strip()]
 

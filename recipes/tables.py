@@ -79,7 +79,7 @@ def check_columns(table: Table, wanted: Mapping[str, str], fix: str) -> None:
         raise DPConfigError(f"{table.name} has no column {' or '.join(missing)}. It has: {columns_in(table)}. {fix}")
 
 
-def read_table(path: str | Path, *, kinds: tuple[str, ...] = EXTENSIONS) -> Table:
+def read_table(path: str | Path, *, kinds: tuple[str, ...] = EXTENSIONS, option: str | None = None) -> Table:
     """Reads one file into memory. The extension decides; text files may be gzipped and end in .gz, too.
 
     * csv: comma-separated, quoted with double quotes, first line is the header.
@@ -91,11 +91,18 @@ def read_table(path: str | Path, *, kinds: tuple[str, ...] = EXTENSIONS) -> Tabl
 
     Args:
         kinds: extensions that are read.
+        option: what named the file, for messages.
 
     Raises:
         DPConfigError: if the file is missing, unreadable, damaged, empty or of another kind.
     """
-    path = Path(path)
+    try:
+        return _read(Path(path), kinds)
+    except DPConfigError as error:
+        raise DPConfigError(f"{option}={error}" if option else str(error)) from None
+
+
+def _read(path: Path, kinds: tuple[str, ...]) -> Table:
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
     kind = suffixes[-1] if suffixes else ""
     if kind not in kinds:

@@ -236,6 +236,55 @@ def test_a_ready_file_trains_and_flags_override_it(tmp_path, monkeypatch, run, m
     assert (tmp_path / "private-classifier" / "privacy" / "statement.md").is_file()
 
 
+def _first_line(path: Path) -> None:
+    path.write_text(f"{path.read_text().splitlines()[0]}\n" if path.suffix == ".csv" else "\n")
+
+
+def _other_names(path: Path) -> None:
+    first, *rows = path.read_text().splitlines()
+    if path.suffix == ".csv":
+        rows.insert(0, ",".join("abc"[: 1 + first.count(",")]))
+    else:
+        rows = [json.dumps({f"x{i}": one for i, one in enumerate(json.loads(row).values())}) for row in (first, *rows)]
+    path.write_text("\n".join(rows))
+
+
+FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {  # of a file -> how to make it, what is said
+    "missing": (Path.unlink, "{option}={file} does not exist. Check the path"),
+    "a folder": (lambda path: [path.unlink(), path.mkdir()], "{option}={file} cannot be read: Is a directory. Name"),
+    "empty": (lambda path: path.write_text(""), "{option}={file} holds no rows. Name a file"),
+    "names alone": (_first_line, "{option}={file} holds no rows. Name a file"),
+    "no UTF-8": (lambda path: path.write_bytes(path.read_bytes() + b"\xff\n"), "{option}={file} is not UTF-8 text"),
+    "other columns": (_other_names, "{file}"),
+    "a key misspelt": (Path.unlink, "--{option}s is not a flag. Did you mean --{option}?"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_wrong_file_is_named_before_a_model_is_loaded(name: str, fault: str, tmp_path, monkeypatch, capsys) -> None:
+    """There is no model: to look for one would be another error. No folder and no key is left."""
+    pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test]'")
+    monkeypatch.chdir(tmp_path)
+    script, *always = script_of(name)
+    words = [*always, *train.read_settings(CONFIGS[name])[1], *as_words(TINY), *MORE.get(name, [])]
+    words += ["--model_name_or_path", "nothere"]
+    for option in ("train_file", "validation_file"):
+        write_files(tmp_path)
+        files = sorted(tmp_path.iterdir())
+        given = dict(word.removeprefix("--").split("=", 1) for word in words if "=" in word)
+        file = given.get(option) or words[words.index(f"--{option}") + 1]
+        spoil, says = FAULTS[fault]
+        spoil(tmp_path / file)
+        more = [f"--{option}s", file] if fault == "a key misspelt" else []
+        assert importlib.import_module(f"recipes.{script}").run([*words, *more]) == 2
+        [said] = [line for line in capsys.readouterr().err.splitlines() if line]
+        assert said.startswith("error: ") and says.format(option=option, file=file) in said and "nothere" not in said
+        assert {*tmp_path.iterdir()} <= {*files}, "something was written"
+        if (tmp_path / file).is_dir():
+            (tmp_path / file).rmdir()
+
+
 @pytest.fixture(scope="module")
 def bare(repo: Path, tmp_path_factory) -> Path:
     """`hf-dpopt` of the wheel, in an environment that has the other packages of this one."""
