@@ -125,7 +125,7 @@ def check_json(args: Any) -> None:
 
 
 def _read_json(name: str, text: str) -> Any:
-    """What a text says, or the file that it names; the text itself where it is neither."""
+    """Read a text as JSON, or the file that it names; return the text itself where it is neither."""
     if name in FILES and Path(text).is_file():
         text = Path(text).read_text(encoding="utf-8")
     elif not text.startswith("{"):
