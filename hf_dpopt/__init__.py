@@ -122,4 +122,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-log.hush_imports()
+log.leave_out()

@@ -335,8 +335,8 @@ def report(name: str, split: Split, block_size: int, *, counts: bool) -> None:
     """Says how many records lost tokens; without `counts`, which are exact values of the records, only the rule."""
     if not counts:
         logger.info(
-            f"{name}: {len(split.dataset)} records. Longer ones are cut to {block_size} tokens, and one without a "
-            "token to learn contributes nothing; how many there are is data (--log_unprivatized prints it)."
+            f"{name}: a record is cut to {block_size} tokens, and one without a token to learn contributes nothing; "
+            "how many there are is data (--log_unprivatized prints it)."
         )
         return
     lost = []

@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 from transformers import Trainer, set_seed
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainerMixin, DPTrainingArguments
+from hf_dpopt.common import log
 from hf_dpopt.common.disk_faults import find_fault
 
 USAGE_ERROR, INTERRUPTED = 2, 130
@@ -33,6 +34,8 @@ def set_up(training_args: DPTrainingArguments) -> None:
         datefmt="%m/%d/%Y %H:%M:%S",
         handlers=[logging.StreamHandler(sys.stdout)],
     )
+    if training_args.privacy_unit == "user":
+        log.hide_rows()
     logging.getLogger("recipes").setLevel(logging.INFO if training_args.should_log else logging.ERROR)
     logging.getLogger("absl").setLevel(logging.ERROR)  # the accountant's notes on orders it does not need
     transformers.utils.logging.set_verbosity(training_args.get_process_log_level())

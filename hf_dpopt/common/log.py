@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 logger = logging.getLogger("hf_dpopt")
@@ -79,17 +80,30 @@ def show(is_main_process: bool, *, is_debug: bool = False) -> None:
         logger.addHandler(console)
 
 
-# transformers imports peft, and that bitsandbytes, which warns on some processors of a kernel that it goes on without.
-_NOT_OURS = ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward")
+# Logger -> begin of a line of it that is left out.
+_LEFT_OUT = {
+    # transformers imports peft, and that bitsandbytes, which warns on some processors of a kernel that it does without
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    # names the exact length of the first text that is longer than the model, which may be a private record
+    "transformers.tokenization_utils_base": "Token indices sequence length is longer",
+}
 
 
-def hush_imports() -> None:
-    """Leave out what a library says of itself while it is imported; nothing else that it says."""
-    logging.getLogger(_NOT_OURS[0]).addFilter(_is_ours)
+def leave_out() -> None:
+    """Leave out lines of other libraries that are of no use, or tell of a record; nothing else that they say."""
+    for name in _LEFT_OUT:
+        logging.getLogger(name).addFilter(_is_kept)
 
 
-def _is_ours(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(_NOT_OURS[1])
+def _is_kept(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_LEFT_OUT[record.name])
+
+
+def hide_rows() -> None:
+    """Show no bars of `datasets` and TRL from here on: they count rows, and how many the users have is private."""
+    if (datasets := sys.modules.get("datasets")) is not None:
+        datasets.disable_progress_bars()
+    os.environ["TQDM_DISABLE"] = "1"
 
 
 # TRL warns of a prompt that its chat template renders in two ways, and quotes it; the prompts are private.

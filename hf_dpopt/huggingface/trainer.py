@@ -104,6 +104,8 @@ class DPTrainerMixin(_Trainer):
         check_arguments_given(args, type(self))
         self.args = args
         log.show(args.process_index == 0, is_debug=args.log_level == "debug")
+        if args.privacy_unit == "user":
+            log.hide_rows()
         if not positional:  # in some trainers args are not the second one by place
             kwargs["args"] = args
         by_place = (model, args, *positional) if positional else (model,)

@@ -144,7 +144,7 @@ def self_check(
                 in_enough_digits(engine, losses, [alone], check_longer)
         except torch.OutOfMemoryError:
             notes.append(
-                f"a record with {num_more} columns of padding did not fit into memory: padding was not checked"
+                "a record padded to the length of the longest one did not fit into memory: padding was not checked"
             )
         with training_conditions(engine):
             check_others(engine, losses, columns)

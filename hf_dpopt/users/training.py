@@ -47,15 +47,10 @@ class UserData:
             DPConfigError: for ids that are missing, all the same or no plain values; see `UserIndex.build`.
         """
         index = UserIndex.build(dataset, column)
-        if index.num_users == index.num_rows:
-            logger.warning(
-                f"Every row has a user id of its own ({column!r}), so the guarantee for users is that for rows. If "
-                "people have several rows, this is not the column that tells them apart."
-            )
         made = cls(index, column, config)
         logger.info(
-            f"{index.num_users} users, by the column {column!r}. How much each of them wrote is data "
-            "(--log_unprivatized prints it)."
+            f"{index.num_users} users, by the column {column!r}. If that is the number of rows, the column does not "
+            "tell people apart. How much each of them wrote is data (--log_unprivatized prints it)."
         )
         return made
 

@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import torch.nn.functional as F
@@ -212,13 +213,16 @@ def test_a_run_is_resumed_with_the_same_loss(tmp_path, make, changes, word):
     make(tmp_path, **kept).train(str(tmp_path / "out" / "checkpoint-1"))
 
 
-def test_pairs_of_a_person_are_one_unit(tmp_path):
+def test_pairs_of_a_person_are_one_unit(tmp_path, capsys):
+    """And how many pairs they have is not shown where TRL prepares them."""
+    datasets.enable_progress_bars()
     trainer = _preferences(
         tmp_path, who=True, noise_multiplier=1.0, expected_batch_size=3, privacy_unit="user", user_id_column="who",
         target_delta=0.01,
     )  # fmt: skip
     trainer.train()
     assert trainer.plan.num_users == 6 and trainer.privacy_spent().num_steps == 2
+    assert "/24 [" not in "".join(capsys.readouterr())
 
 
 def test_held_out_pairs_are_evaluated_as_trl_does(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -170,6 +171,18 @@ def test_the_loss_is_not_in_the_logs(tmp_path):
     logged = {key for entry in trainer.state.log_history for key in entry}
     assert not logged & {"loss", "mean_token_accuracy", "entropy", "num_tokens"}
     assert torch.tensor([entry["epsilon"] for entry in trainer.state.log_history if "epsilon" in entry]).numel()
+
+
+def test_the_length_of_a_long_record_is_not_printed(tmp_path, caplog):
+    """The tokenizer names it where a text is longer than its model, before anything cuts it."""
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.model_max_length = 20
+    args = DPSFTConfig(output_dir=str(tmp_path / "out"), use_cpu=True, report_to="none", noise_multiplier=1.0)
+    DPSFTTrainer(_model(), args, train_dataset=_prompts(), processing_class=tokenizer)
+    logger.removeHandler(caplog.handler)
+    assert "longer than" not in caplog.text
 
 
 def test_without_trl_the_install_line_is_named():
