@@ -35,13 +35,11 @@ class PlannedRun:
         plan: its plan.
         advised: what the advisor chose for it.
         users: the users whose rows the records are; None where records are protected.
-        unit_declared: evidence that rows are no records, where the user declared that they are; None for none.
     """
 
     plan: PrivacyPlan
     advised: Advised
     users: UserData | None
-    unit_declared: str | None
 
     def completed(self, inputs: TrainerInputs) -> PlannedRun:
         """The same with a learning rate for a model that the trainer loaded by itself."""
@@ -58,8 +56,8 @@ class PlannedRun:
                 "were changed after the trainer was made. Make a new trainer."
             )
 
-    def after_check(self, inputs: TrainerInputs) -> PlannedRun:
-        """The same after a look at the records to train on: some trainers prepare those that they are given.
+    def check_records(self, inputs: TrainerInputs) -> None:
+        """Refuse records to train on that the plan does not fit: some trainers prepare those that they are given.
 
         Args:
             inputs: what the trainer has now.
@@ -67,7 +65,7 @@ class PlannedRun:
         Raises:
             DPConfigError: if a record did not stay one record, or public records are training records.
         """
-        declared = declared_unit(inputs)
+        check_rows(inputs)
         dataset = inputs.train_dataset
         if self.users is not None:
             self.users.check(dataset)
@@ -83,7 +81,6 @@ class PlannedRun:
                 f"{made} (packing, splitting or filtering), so the plan does not fit. Prepare it before the trainer."
             )
         check_public_records(inputs, TrainingRows(dataset))
-        return dataclasses.replace(self, unit_declared=declared)
 
 
 def to_train(planned: PlannedRun | None) -> PlannedRun:
@@ -126,17 +123,13 @@ def batch_asked_for(args: DPTrainingArguments) -> int:
     return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
 
 
-def declared_unit(inputs: TrainerInputs) -> str | None:
-    """Refuse rows that are not what the statement will call them: a record, a block, or rows of a user.
-
-    Returns:
-        See `check_unit`.
-    """
+def check_rows(inputs: TrainerInputs) -> None:
+    """Refuse rows that are not what the statement will call them: a record, a block, or rows of a user."""
     tokenizers = (inputs.processing_class, getattr(inputs.data_collator, "tokenizer", None))
     known = [getattr(tokenizer, "pad_token_id", None) for tokenizer in tokenizers if tokenizer is not None]
     padding_id = next((i for i in known if i is not None), None)
     unit, declared = inputs.args.privacy_unit, inputs.args.rows_are_records
-    return check_unit(inputs.train_dataset, unit, rows_are_records=declared, model=inputs.model, padding_id=padding_id)
+    check_unit(inputs.train_dataset, unit, rows_are_records=declared, model=inputs.model, padding_id=padding_id)
 
 
 def _complete_metrics(args: DPTrainingArguments, model: Any, per_example_loss_func: Any) -> None:
@@ -156,7 +149,8 @@ def _complete_metrics(args: DPTrainingArguments, model: Any, per_example_loss_fu
 
 def _plan_run(inputs: TrainerInputs, ranks: Ranks, expected: int) -> PlannedRun:
     _complete_metrics(inputs.args, inputs.model, inputs.per_example_loss_func)
-    args, declared = inputs.args, declared_unit(inputs)
+    args = inputs.args
+    check_rows(inputs)
     config = args.privacy_config(expected)
     output_dir, num_examples, users = str(args.output_dir), len(inputs.train_dataset), None
     if config.privacy_unit == "user":
@@ -204,4 +198,4 @@ def _plan_run(inputs: TrainerInputs, ranks: Ranks, expected: int) -> PlannedRun:
     with reading_plan(output_dir, is_trusted=recorded is None or recorded.delta is not None):
         plan = ranks.same(planned)
     advised.apply(args)
-    return PlannedRun(plan, advised, users, declared)
+    return PlannedRun(plan, advised, users)

@@ -139,7 +139,7 @@ class ReleaseGuard:
             after_noise=() if session is None else tuple(session.stages.made_of),
             eval_data_privacy=args.eval_data_privacy,
             data_dependent_preprocessing=args.data_dependent_preprocessing,
-            unit_declared=planned.unit_declared,
+            unit_declared=(args.rows_are_records and plan.unit == "example") or None,
             model_class=type(self.model).__name__,
             num_trainable=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
             versions=collect_versions(),

@@ -137,7 +137,7 @@ class DPTrainerMixin(_Trainer):
         if self._planned is not None and not inputs.has_final_model:
             self._planned = self._planned.completed(made)
         if self._planned is not None:
-            self._planned = self._planned.after_check(made)
+            self._planned.check_records(made)
         self._lengths = TokenizerLengths(self.processing_class, self.data_collator)
         self._evaluation = EvaluationGuard(
             made,
@@ -250,7 +250,8 @@ class DPTrainerMixin(_Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         made = self._as_made()  # the records may have been replaced since the trainer was made
-        planned = self._planned = to_train(self._planned).after_check(made)
+        planned = to_train(self._planned)
+        planned.check_records(made)
         self._set_signature_columns_if_needed()
         columns, remove = self._signature_columns or (), self._remove_unused_columns
         self._records = TrainingRecords.of(made, planned, columns, remove=remove, place=self._prepare_inputs)

@@ -53,8 +53,10 @@ class Unlike:
 
 def check_unit(
     dataset: Any, unit: str, *, rows_are_records: bool, model: Any = None, padding_id: int | None = None
-) -> str | None:
+) -> None:
     """Refuse rows that are not records, unless the user asked for the unit that they are.
+
+    Nothing that is found is kept: whether rows look like blocks may depend on one of them, and a statement is public.
 
     Args:
         dataset: the training set.
@@ -63,19 +65,14 @@ def check_unit(
         model: the trained model; None while it is not known.
         padding_id: the tokenizer's padding token; None if it has none.
 
-    Returns:
-        The evidence, if the user declared that rows are records all the same; None if there is none.
-
     Raises:
         DPConfigError: if rows are not records; it names the options that say what is meant.
     """
     first = dataset[0] if isinstance(dataset, list | tuple) and len(dataset) else {}
     warn_of_people(getattr(dataset, "column_names", None) or (first if isinstance(first, Mapping) else ()), unit)
-    found = recognise(dataset, model=model, padding_id=padding_id)
+    found = None if rows_are_records else recognise(dataset, model=model, padding_id=padding_id)
     if found is None or unit != "example":
-        return None
-    if rows_are_records:
-        return found.seen
+        return
     words = _BLOCKS if found.kind == "blocks" else _WINDOWS
     raise DPConfigError(words.format(seen=found.seen))
 

@@ -54,7 +54,7 @@ class RunFacts:
         eval_data_privacy: the user's declaration about the evaluation data; None if there is none.
         data_dependent_preprocessing: the user's declaration about tokenizer, vocabulary, label set, filters and so
             on; None if there is none.
-        unit_declared: description of rows that the user declared to be records; None if nothing was declared.
+        unit_declared: whether the user declared that rows are records, whatever they look like; None if not.
         model_class: class name of the model.
         num_trainable: coordinates that are trained, clipped and noised.
         versions: distribution name -> version; see `collect_versions`.
@@ -82,7 +82,7 @@ class RunFacts:
     after_noise: tuple[str, ...] = ()
     eval_data_privacy: str | None = None
     data_dependent_preprocessing: str | None = None
-    unit_declared: str | None = None
+    unit_declared: bool | None = None
     steps_lost: int = 0
     model_class: str
     num_trainable: int

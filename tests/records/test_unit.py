@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from typing import Any
 
 import numpy as np
@@ -195,11 +196,15 @@ def test_blocks_are_refused_until_the_unit_is_asked_for(tmp_path):
 
 
 def test_rows_may_be_declared_to_be_records(tmp_path):
-    _trainer(tmp_path, _blocks(with_labels=True), rows_are_records=True).train()
-    statement = _statement(tmp_path)
-    assert (
-        "for single *examples*" in statement and "The user declared that each of them is a whole record" in statement
-    )
+    """The statement says so in words that are the same for rows that look like blocks, and for others."""
+    blocks, said = _blocks(with_labels=True), []
+    for folder, rows in (("blocks", blocks), ("others", {k: [row[:12] for row in v] for k, v in blocks.items()})):
+        _trainer(tmp_path / folder, rows, rows_are_records=True).train()
+        statement = _statement(tmp_path / folder)
+        assert "for single *examples*" in statement
+        said.append(re.search(r"The user declared that each row is a whole record.*?\n\n", statement, re.DOTALL))
+    assert said[0] is not None and said[1] is not None and said[0][0] == said[1][0]
+    assert "look like blocks: " not in statement and str(LENGTH) not in said[0][0]
 
 
 def test_the_document_is_the_unit_through_its_number(tmp_path):
