@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
@@ -52,8 +53,8 @@ def read_earlier_runs(
 ) -> tuple[EarlierRun, ...]:
     """Read what earlier runs were charged, with the runs that they were built on.
 
-    A ledger counts once for each state in which it was read: a run that went on after another was built on it counts
-    twice, which is the safe side.
+    A run that stopped before its plan ended counts as if it had not. A ledger counts once for each state in which it
+    was read: a run that went on after another was built on it counts twice, which is the safe side.
 
     Args:
         folders: their output folders, or the only one.
@@ -86,9 +87,20 @@ def read_earlier_runs(
                 f"earlier_runs={folder}: its keys were used for {num_unknown} steps that its ledger does not know: it "
                 "was put back to an earlier state. Resume that run once, which charges them."
             )
-        for run in earlier_runs_of(ledger.plan, ledger.charged, ledger.digest(), where=str(folder)):
+        charged = _at_least_planned(ledger.charged, ledger.plan or {})
+        for run in earlier_runs_of(ledger.plan, charged, ledger.digest(), where=str(folder)):
             found[run.ledger_digest] = run
     return tuple(found.values())
+
+
+def _at_least_planned(charged: Sequence[int], plan: Mapping[str, Any]) -> Sequence[int]:
+    """Steps charged to each chain, and in the last one those of the plan that were not taken.
+
+    A run may stop because of what its releases show. The steps that it took then bound nothing, and the noise of the
+    run that follows would be made for them; with all planned steps it is a part of a run that was chosen beforehand.
+    """
+    left = int(plan.get("num_steps", 0)) - sum(charged)
+    return [*charged[:-1], charged[-1] + left] if any(charged) and left > 0 else charged
 
 
 # --- the earlier part of a run in its own folder ---

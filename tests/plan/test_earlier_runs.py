@@ -7,6 +7,7 @@ import json
 import dp_accounting
 import pytest
 from dp_accounting.pld import PLDAccountant
+from transformers import TrainerCallback
 
 from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
 from hf_dpopt.convex import HeadTrainingArguments, check_convex_arguments
@@ -122,6 +123,24 @@ def test_runs_whose_cost_is_not_known_are_refused():
 # --- with the trainer ------------------------------------------------------------------------------------------------
 
 BOTH = dict(noise_multiplier=None, expected_batch_size=8, target_delta=1e-3, advisor="none")
+
+
+class Stop(TrainerCallback):
+    """Ends a run after its first step, as an evaluation may."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = True
+
+
+def test_a_run_pays_for_all_planned_steps_of_one_that_stopped_early(tmp_path):
+    """When it stops may depend on its releases, and then the steps that it took are no bound."""
+    data, noise = records(64), []
+    for callbacks in ([], [Stop()]):
+        first, folder = dict(target_epsilon=2.0, max_steps=8, callbacks=callbacks), tmp_path / str(len(callbacks))
+        trainer(folder / "a", train_dataset=data, **first, **BOTH).train()
+        second = dict(target_epsilon=3.0, earlier_runs=[str(folder / "a")])
+        noise.append(trainer(folder / "b", train_dataset=data, **second, **BOTH).plan.noise_multiplier)
+    assert noise[0] == noise[1]
 
 
 def test_a_run_that_builds_on_another_pays_for_both(tmp_path):
