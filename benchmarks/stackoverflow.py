@@ -10,14 +10,15 @@ its own; `mapped` pages belong to files, are shared by the processes and given u
 
 `--rounds_in_turns` compares rounds of the recipe with rounds of a plain loop of torch without privacy, in turns, in one
 process: as many users, drawn anew, the same local training, the mean of their moves added to the weights. A private
-round is everything from the end of a plain one to its own end: draw, rows, collation, local training, clip, ledger,
-journal, noise and optimizer.
+round is everything from the end of the others to its own end: draw, rows, collation, local training, clip, ledger,
+journal, noise and optimizer. Where pfl-research is at hand (`pfl_rounds.py` says how to get it), its rounds take turns, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import json
 import os
 import platform
@@ -27,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -109,7 +111,7 @@ def memory_mib(pid: int) -> dict[str, int]:
 
 
 class InTurns(TrainerCallback):
-    """A round of the plain loop after each private one, with CPU seconds of both.
+    """A round of the plain loop, and of pfl-research if it is there, after each private one, with CPU seconds of each.
 
     Args:
         model: a copy of the model, which the plain loop trains.
@@ -118,7 +120,7 @@ class InTurns(TrainerCallback):
 
     Attributes:
         num_users: of the private round in progress.
-        rounds: users, seconds of the private round and of the plain one.
+        rounds: users, seconds of the private round and of the others.
     """
 
     def __init__(self, model: torch.nn.Module, records: Any, collate: Any):
@@ -126,6 +128,11 @@ class InTurns(TrainerCallback):
         order = np.argsort(users := np.asarray(records["user"]), kind="stable")
         self.rows = np.split(order, np.flatnonzero(np.diff(np.unique(users[order], return_inverse=True)[1])) + 1)
         self.rng, self.num_users = np.random.default_rng(0), 0
+        self.others: dict[str, Callable[[list[int]], None]] = {"plain": self.plain_round}
+        if importlib.util.find_spec("pfl") is not None:
+            from pfl_rounds import PflRounds
+
+            self.others["pfl"] = PflRounds(copy.deepcopy(model), self.batch_of, LOCAL_RATE).take
         self.since, self.rounds = time.process_time(), list[dict[str, float]]()
 
     def prepare_user(self, *args: Any) -> Any:
@@ -133,29 +140,35 @@ class InTurns(TrainerCallback):
         return _alone(*args)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        private, begin = time.process_time() - self.since, time.process_time()
-        self.plain_round(self.num_users)
-        self.since = time.process_time()
-        self.rounds.append({"users": self.num_users, "private": private, "plain": self.since - begin})
-        self.num_users = 0
+        seconds = {"users": self.num_users, "private": time.process_time() - self.since}
+        for name, take in self.others.items():
+            self.since = time.process_time()
+            take(self.rng.choice(len(self.rows), self.num_users, replace=False).tolist())
+            seconds[name] = time.process_time() - self.since
+        self.rounds.append(seconds)
+        self.num_users, self.since = 0, time.process_time()
 
-    def plain_round(self, num_users: int) -> None:
+    def batch_of(self, user: int) -> dict[str, torch.Tensor]:
+        """The one local batch of a user, as in the recipe."""
+        rows = self.rows[user]
+        chosen = self.rng.choice(rows, min(len(rows), RECORDS_PER_USER), replace=False)
+        columns = self.records[np.sort(chosen).tolist()]
+        return self.collate([{"input_ids": ids} for ids in columns["input_ids"]])
+
+    def plain_round(self, users: list[int]) -> None:
         weights = [p for p in self.model.parameters() if p.requires_grad]
         start, total = [p.detach().clone() for p in weights], [torch.zeros_like(p) for p in weights]
-        for user in self.rng.choice(len(self.rows), num_users, replace=False):
-            rows = self.rows[user]
-            chosen = self.rng.choice(rows, min(len(rows), RECORDS_PER_USER), replace=False)
-            columns = self.records[np.sort(chosen).tolist()]
-            self.model(**self.collate([{"input_ids": ids} for ids in columns["input_ids"]])).loss.backward()
+        for user in users:
+            self.model(**self.batch_of(user)).loss.backward()
             with torch.no_grad():
                 for p, before, moved in zip(weights, start, total, strict=True):
-                    p.sub_(p.grad, alpha=LOCAL_RATE)  # one batch of 16 records is one local step, as in the recipe
+                    p.sub_(p.grad, alpha=LOCAL_RATE)
                     p.grad = None
                     moved.add_(before - p)
                     p.copy_(before)
         with torch.no_grad():
             for p, moved in zip(weights, total, strict=True):
-                p.sub_(moved, alpha=1 / max(num_users, 1))
+                p.sub_(moved, alpha=1 / max(len(users), 1))
 
 
 _alone = local.alone
@@ -177,14 +190,18 @@ def rounds_in_turns(folder: Path, *, num_rounds: int, users: int) -> dict[str, A
     with mock.patch.object(local, "alone", turns.prepare_user):
         trainer.train()
     each = turns.rounds[1:]
-    ratios = [one["private"] / one["plain"] for one in each]
-    return {
-        "rounds": [{name: round(value, 2) for name, value in one.items()} for one in each],
-        "ratio": {"median": statistics.median(ratios), "least": min(ratios), "largest": max(ratios)},
+    found: dict[str, Any] = {"rounds": [{name: round(value, 2) for name, value in one.items()} for one in each]}
+    for name in turns.others:
+        ratios = [one["private"] / one[name] for one in each]
+        found[f"private / {name}"] = {
+            "median": statistics.median(ratios), "least": min(ratios), "largest": max(ratios)
+        }  # fmt: skip
+    num_records = RECORDS_PER_USER * sum(one["users"] for one in each)
+    return found | {
         "records_per_second": {
-            name: round(RECORDS_PER_USER * sum(one["users"] for one in each) / sum(one[name] for one in each), 1)
-            for name in ("private", "plain")
+            name: round(num_records / sum(one[name] for one in each), 1) for name in ("private", *turns.others)
         },
+        "load": round(os.getloadavg()[0], 1),
     }
 
 
