@@ -36,7 +36,7 @@ LARGEST_MOVE = 100.0  # of one coordinate; a user beyond it has diverged, and gi
 
 @dataclasses.dataclass(frozen=True)
 class LocalMemory:
-    """Memory of the weights before the local training of a user, and of how far it moved them, by name."""
+    """The weights before the local training of each user of a round, and how far it moved those of one, by name."""
 
     start: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     moved: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -110,12 +110,13 @@ def drop_diverged(moves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _restoring(
     model: nn.Module, parameters: Mapping[str, torch.Tensor], start: dict[str, torch.Tensor]
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Restore the weights on leaving the context; yields copies of them, in the memory of `start` if it has some.
+    """Restore the weights on leaving the context; yields copies of them: those in `start`, if a user left them there.
 
     Until all are restored, the model is one that is not saved: an interrupt may come while they are copied.
     """
     for name, p in parameters.items():
-        start[name] = start[name].copy_(p.detach()) if name in start else p.detach().clone()
+        if name not in start:  # the weights of a round change at its end only, and every user gives them back
+            start[name] = p.detach().clone()
     mark = f"{next(iter(parameters), 'weights')} (local training)"
     vars(model).setdefault(SPOILT, mark)
     try:
