@@ -132,18 +132,16 @@ class Probe:
         """L2 distance of two gradients; NaN if either holds NaN."""
         return self.length({name: one[name] - other[name] for name in other})
 
-    def _clipped_sum(self, clipping: Clipping, alone: Sequence[Gradient]) -> Gradient:
-        """The sum of the gradients of single records, clipped record by record in a loop."""
+    def _subtract_clipped_(self, total: Gradient, clipping: Clipping, alone: Sequence[Gradient]) -> None:
+        """Subtract the gradients of single records from `total`, clipped record by record in a loop."""
         squares: dict[str, list[Any]] = {clipping.group(name): [0.0] * len(alone) for name in alone[0]}
         for b, one in enumerate(alone):
             for name, norm in self.norms(one).items():
                 squares[clipping.group(name)][b] += norm.square()
         factors = clipping.factors({group: torch.stack(squares_B) for group, squares_B in squares.items()})
-        total = {name: torch.zeros_like(g) for name, g in alone[0].items()}
-        for b, one in enumerate(alone):  # in place: copies of all records would take longer than the forwards
+        for b, one in enumerate(alone):
             for name, g in one.items():
-                total[name].add_(g, alpha=float(factors[clipping.group(name)][b]))
-        return total
+                total[name].sub_(g, alpha=float(factors[clipping.group(name)][b]))
 
     def check_sum(
         self,
@@ -169,18 +167,28 @@ class Probe:
             clipping = dataclasses.replace(self.engine.clipping, clipping_norm=median)
         before, self.engine.clipping = self.engine.clipping, clipping
         try:
-            got = compute()
+            sums = compute()
         finally:
             self.engine.clipping = before
+        got = {name: sums[name] for name in alone[0]}
         # where gradients cancel, what is left of the sum is rounding
-        longest = min(lengths[-1], clipping.clipping_norm)
-        self.check_equal(got, self._clipped_sum(clipping, alone), what, fix, longest=longest)
+        size = max(self.length(got), min(lengths[-1], clipping.clipping_norm))
+        self._subtract_clipped_(got, clipping, alone)
+        self._check_small(got, size, what, fix)
 
-    def check_equal(self, got: Gradient, want: Gradient, what: str, fix: str, *, longest: float = 0.0) -> None:
-        """Refuse sums that differ by more than the tolerance, naming the worst tensor."""
-        scale = max(self.length(want), longest, 1e-12)
-        apart = self.norms({name: got[name] - want[name] for name in want})
-        errors = {name: float(norm) / scale for name, norm in apart.items()}
+    def check_equal(self, got: Gradient, want: Gradient, what: str, fix: str) -> None:
+        """Refuse gradients that differ by more than the tolerance, naming the worst tensor; `got` is overwritten."""
+        size = self.length(want)
+        for name, g in want.items():
+            got[name].sub_(g)
+        self._check_small(got, size, what, fix)
+
+    def _check_small(self, apart: Gradient, size: float, what: str, fix: str) -> None:
+        """Refuse a difference beyond the tolerance times `size`.
+
+        It is made in place: another copy of all weights would be more than some trainings have room for.
+        """
+        errors = {name: float(norm) / max(size, 1e-12) for name, norm in self.norms(apart).items()}
         worst = max(errors, key=lambda n: errors[n] if errors[n] == errors[n] else float("inf"))
         if not errors[worst] <= self.tolerance:
             raise UnsupportedModuleError(
@@ -296,16 +304,25 @@ def check_sums(probe: Probe, batch: Batch, *, is_scaled: bool = False, has_units
         probe.check_sum(together, alone, what, fix, clipping=UNCLIPPED)
         raise
     for scale in _made_up_scales(probe.engine.parameters) if is_scaled else ():
-        scaled = [{n: g * scale.weights(n, g).view_as(g) for n, g in one.items()} for one in alone]
         what = "the clipped sum of preconditioned gradients differs from a loop over single records"
-        probe.check_sum(functools.partial(together, scale=scale), scaled, what, MIXING)
+        _scale_(alone, scale, torch.Tensor.mul_)
+        probe.check_sum(functools.partial(together, scale=scale), alone, what, MIXING)
+        _scale_(alone, scale, torch.Tensor.div_)
     if has_units:
+        alone.clear()
         what, sizes = "the clipped sum of users differs from a loop over users", (num - 1, 1)
         each = [lambda b=b: probe.losses_of(row_of(batch, b), b) for b in range(num)]
         users = [probe.total(each[: sizes[0]]), probe.total(each[sizes[0] :])]
         side_by_side = functools.partial(together, units=Units(sizes))
         for compute in (side_by_side, lambda: _sum_of(probe.engine, users)):
             probe.check_sum(compute, users, what, MIXING)
+
+
+def _scale_(gradients: Sequence[Gradient], scale: Scale, operation: Callable[..., Any]) -> None:
+    """Multiply gradients by the scale or divide them by it, in place: there are as many as records."""
+    for one in gradients:
+        for name, g in one.items():
+            operation(g, scale.weights(name, g).view_as(g))
 
 
 def _sum_of(engine: ClippingEngine, users: Sequence[Gradient]) -> Gradient:

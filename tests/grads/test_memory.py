@@ -11,6 +11,7 @@ from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.scaling import Diagonal, Factored, Scale
 from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.records.losses import RecordLosses
+from hf_dpopt.self_check import self_check
 from tests.grads.memory import peak_bytes
 
 VOCABULARY = 50_257
@@ -54,6 +55,21 @@ def test_a_tied_head_of_50257_tokens_takes_less_than_the_stock_loss(name, finetu
     assert private < 0.85 * stock
     if finetuning == "lora":
         assert private < 2 * logits
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_the_self_check_makes_no_copies_of_the_gradients_of_its_records(is_scaled):
+    """There are three records; beside them two tensors of the size of the weights, and a scale of records if there is one."""
+    config = tf.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = tf.BertForSequenceClassification(config).train()
+    ids = torch.randint(5, VOCABULARY, (2, 8))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([0, 1])}
+    engine, size = make_engine(model, make_clipping("flat", 0.1)), 4 * sum(p.numel() for p in model.parameters())
+    peak = peak_bytes(lambda: self_check(engine, RecordLosses(model), batch, is_scaled=is_scaled))
+    assert peak < (6.2 if is_scaled else 5.2) * size
 
 
 def test_no_tensor_grows_with_records_times_parameters():
