@@ -231,7 +231,9 @@ def make_trainer(
     Args:
         rows: training records, and held-out ones if there are any.
     """
-    datasets = {split: Dataset.from_list(found) for split, found in rows.items() if found}
+    # As JSON where records differ: with one type for all, a key of one record's `tool_calls` is a null in all others.
+    given = [(split, found) for split, found in rows.items() if found]
+    datasets = {split: Dataset.from_list(found, on_mixed_types="use_json") for split, found in given}
     return trainer_class(
         model=model_args.model_name_or_path,
         args=training_args,
