@@ -78,9 +78,10 @@ def check_values(args: TrainingArguments) -> None:
             if not smallest <= value <= largest:
                 raise DPConfigError(f"{name}={shown(value)} is out of range. Use {allowed}.")
     pairs_of(args.optim_args)  # what they say is for the optimizer to read
-    schedule = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(args.lr_scheduler_type)]).parameters
-    if "kwargs" not in schedule:  # which takes any
-        _check_keys("lr_scheduler_kwargs", args.lr_scheduler_kwargs or {}, [*schedule.keys() - GIVEN])
+    make_schedule: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(args.lr_scheduler_type)]
+    schedule, given = inspect.signature(make_schedule).parameters, args.lr_scheduler_kwargs
+    if isinstance(given, Mapping) and "kwargs" not in schedule:  # which takes any
+        _check_keys("lr_scheduler_kwargs", given, [*schedule.keys() - GIVEN])
     for name in [args.report_to] if isinstance(args.report_to, str) else args.report_to or []:
         check_choice("report_to", name, [*INTEGRATION_TO_CALLBACK, "all", "none"])
     _check_length(args)
