@@ -224,3 +224,15 @@ def test_the_table_of_chat_finetuning_is_that_of_the_results(repo: Path) -> None
         row = rows[name]
         losses = f"{row['loss_planted']:.2f} | {row['loss_controls']:.2f}"
         assert f"| {shown} | {row['loss']:.2f} | {row['told']} of 20 | {losses} |" in page
+
+
+def test_the_table_of_preferences_is_that_of_the_results(repo: Path) -> None:
+    results = json.loads((repo / "docs/preferences.json").read_text())
+    page = (repo / "docs/preferences.md").read_text()
+    formats = {"pairs": "{:,}", "ranked": "{:.1%}", "ranked_by_reward": "{:.1%}", "margin": "{:.3f}"}
+    for name, row in results["rows"].items():
+        if "ranked" in row:  # else a row of time alone
+            cells = [shown.format(row[key]) if key in row else "" for key, shown in formats.items()]
+            assert "".join(f"| {cell} ".replace("  ", " ") for cell in [name, *cells]) + "|" in page
+        assert ("epsilon 8" in name) == ("epsilon" in row) and 7.9 < row.get("epsilon", 8) <= 8, name
+    assert f"{results['held_out']} held-out pairs" in page
