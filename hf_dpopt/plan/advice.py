@@ -53,7 +53,7 @@ WARMUP = 0.06
 LARGEST_BATCH = 8192  # published runs found no gain beyond
 LONGEST = 1200  # steps; beyond, only batches that would be larger still are cut
 SHORTEST = 8
-MOST_PASSES = 1e5
+MOST_PASSES = 100_000
 RATIO = 1.3  # of the numbers of steps that are tried
 
 

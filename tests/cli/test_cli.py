@@ -176,7 +176,7 @@ def test_a_poor_plan_is_a_warning(run: Run) -> None:
         (["--epsilon", "8", "--optimizer", "lion"], "Use one of: 'adamw', 'sgd'"),
         (["--epsilon", "8", "--sampling", "shuffle"], "Use one of: 'auto'"),
         (["--adjacency", "remove"], "adjacency='remove'"),
-        (["--epsilon", "8", "--passes", "1e9"], "at most 100000"),
+        (["--epsilon", "8", "--passes", "1e9"], "more than 100,000"),
         (["--epsilon", "8", "--delta", "0"], "target_delta=0.0 is outside (0, 1)"),
         (["--epsilon", "8", "--delta", "0.01"], "Use target_delta <= 0.0001"),
         (["--epsilon", "8", "--steps", "100"], "--steps plans a run, which needs a batch"),

@@ -140,7 +140,8 @@ def test_synth_runs_its_script_on_a_file(tmp_path, monkeypatch, capsys) -> None:
     pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test]'")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "argv", ["hf-dpopt", "synth", "patients.csv", "--model_name_or_path", "m", "--use_cpu"])
+    flags = ["--model_name_or_path", "m", "--target_epsilon", "8", "--use_cpu"]
+    monkeypatch.setattr(sys, "argv", ["hf-dpopt", "synth", "patients.csv", *flags])
     Path("patients.csv").write_text("age,city\n43,Bonn\n")
     with pytest.raises(SystemExit) as stopped:
         app.main()

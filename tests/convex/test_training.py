@@ -272,7 +272,7 @@ def test_features_that_are_too_long_and_labels_that_are_none_are_refused(tmp_pat
         ({"learning_rate": 1.01}, r"above 2 / \(M \+ 2 l2\) = 1\b"),  # R = 2: M = 2
         ({"target_epsilon": 1.0}, "exactly one"),
         ({"noise_multiplier": None}, "exactly one"),
-        ({"noise_multiplier": -1.0}, "negative"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0 is outside"),
         ({"target_delta": 1.0}, "outside"),
         ({"target_delta": 0.004}, "above 1/n = 0.00333.*Use target_delta <= 0.0003"),
         ({"decay": 1.0}, "decay"),

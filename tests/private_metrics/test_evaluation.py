@@ -248,7 +248,7 @@ def test_what_was_charged_and_not_answered_is_lost_and_not_asked_again(tmp_path)
         ({"privacy_unit": "user", "user_id_column": "user"}, "one record of each user"),
         (
             {"tuned_runs": 10.0, "noise_multiplier": None, "target_epsilon": 8.0},
-            "with tuned_runs=10: each run would spend eval_target_epsilon",
+            "with tuned_runs=10: what the choice between runs costs",
         ),
     ],
 )

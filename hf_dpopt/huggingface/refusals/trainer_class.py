@@ -35,7 +35,8 @@ def check_arguments_given(args: Any, trainer_class: type) -> None:
     if not isinstance(args, DPTrainingArguments):
         raise DPConfigError(
             f"{trainer_class.__name__} got {type(args).__name__}. Replace it by hf_dpopt.DPTrainingArguments "
-            "(DPSeq2SeqTrainingArguments, DPSFTConfig, DPDPOConfig, DPRewardConfig), and set target_epsilon."
+            "(a Seq2SeqTrainer takes hf_dpopt.DPSeq2SeqTrainingArguments, TRL's trainers hf_dpopt.DPSFTConfig, "
+            "DPDPOConfig or DPRewardConfig), and set target_epsilon."
         )
     if issubclass(trainer_class, Seq2SeqTrainer) and not isinstance(args, Seq2SeqTrainingArguments):
         raise DPConfigError(
