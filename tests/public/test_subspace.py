@@ -126,7 +126,7 @@ def test_refusals():
         PublicSubspace(2).advance()
     with pytest.raises(DPConfigError, match="rank=0"):
         PublicSubspace(0)
-    with pytest.raises(DPConfigError, match="Resume with rank=2"):
+    with pytest.raises(DPConfigError, match="rank 2, not 3. Resume with that rank"):
         PublicSubspace(3).load_state_dict(subspace.state_dict())
     public = _public(tiny.model())
     with pytest.raises(DPConfigError, match="num_public >= 5"):

@@ -54,7 +54,7 @@ REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     "beams": ({"num_beams": "0"}, "num_beams=0 is not a positive count"),
     "no room": ({"generate": "true", "max_new_tokens": "64", "do_eval": "true"}, "no room for a prompt.* Use less"),
     "extension": ({"train_file": "train.docx"}, "neither of .csv, .tsv, .json, .jsonl, .txt, .parquet .* Convert"),
-    "missing column": ({"prompt_column": "nope"}, "has no column 'nope'. It has: 'mr', 'ref'. Needed is a prompt"),
+    "missing column": ({"prompt_column": "nope"}, "has no column 'nope'. It has: 'mr', 'ref' .its first line.. Needed is a prompt"),
     "other validation": ({"validation_file": "dev.txt"}, "dev.txt has no column 'mr' or 'ref'. It has: 'text'"),
 }  # fmt: skip
 

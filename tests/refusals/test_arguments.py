@@ -128,7 +128,7 @@ def _fsdp(**values: Any) -> SimpleNamespace:
 ACCELERATORS: dict[str, tuple[dict[str, Any], str]] = {
     "one of two": (
         {"num_processes": 2},
-        "The launcher started 1 processes .torch.distributed., and the Trainer knows 2.*Start with torchrun",
+        "The launcher started 1 processes, and the Trainer knows 2.*Start with torchrun",
     ),
     "fsdp 1": ({"mode": "FSDP", "state": _fsdp(fsdp_version=1)}, "version 1 flattens.*Set --fsdp_version 2"),
     "offload": ({"mode": "FSDP", "state": _fsdp(cpu_offload=CPUOffloadPolicy())}, "Set --fsdp_offload_params false"),

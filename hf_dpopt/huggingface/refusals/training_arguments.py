@@ -163,8 +163,8 @@ def _on_acceleration(precision: str, fsdp_version: int, parallelism: Any, dynamo
     )
     yield (
         fsdp_version != 2,
-        f"FSDP version {fsdp_version} joins the parameters of several layers, where gradients of records cannot be "
-        f"cut. Use FSDP2: fsdp_config={{'version': 2}}. Set --fsdp_version 2 of accelerate launch.",
+        f"FSDP version {fsdp_version} flattens several layers into one parameter, where gradients of records cannot "
+        f"be cut. Use FSDP2: fsdp_config={{'version': 2}}. Set --fsdp_version 2 of accelerate launch.",
     )
     yield (
         parallelism is not None,
