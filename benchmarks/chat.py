@@ -31,7 +31,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 REPO = Path(__file__).resolve().parents[1]
 ADDRESSED = re.compile(r"^([A-Za-z]\S{1,15})[:,]\s+(.+)")
-STOCK = "--non_private --gradient_accumulation_steps 4 --train_sampling_strategy group_by_length"
+STOCK = "--non_private --train_sampling_strategy group_by_length"
+ON_CPU = "--use_cpu true --per_device_train_batch_size 8"
 RUNS = {  # name -> options
     "epsilon 8": "--target_epsilon 8",
     "epsilon 3": "--target_epsilon 3",
@@ -86,10 +87,11 @@ def train(name: str, options: argparse.Namespace) -> Path:
         sys.executable, str(REPO / "recipes" / "sft.py"), *RUNS[name].split(), "--model_name_or_path", options.model,
         "--train_file", str(options.work / "train.jsonl"), "--output_dir", str(folder),
         *f"--num_train_epochs {options.passes:g} --max_length 128 --use_peft --lora_r 8 --lora_target_modules all-linear "
-        "--completion_only_loss true --report_to none --save_strategy no --per_device_train_batch_size 8 "
-        "--disable_tqdm true --bf16 true".split(),
-        *([] if torch.cuda.is_available() else ["--use_cpu", "true"]),
+        "--completion_only_loss true --report_to none --save_strategy no --disable_tqdm true --bf16 true".split(),
+        *("--per_device_train_batch_size 32" if torch.cuda.is_available() else ON_CPU).split(),
     ]  # fmt: skip
+    if not torch.cuda.is_available() and "--non_private" in command:
+        command += ["--gradient_accumulation_steps", "4"]
     if "--target_epsilon" in command:
         command += [
             "--target_delta", "1e-5", "--data_dependent_preprocessing", "none: public model and chat template",

@@ -45,6 +45,9 @@ class Item:
     is_timed: bool = True
 
 
+LARGEST = "--batch_tokens 65536 32768 16384 --repetitions 3"  # the first that fits
+
+
 def _tests(name: str, files: str, tiny: str) -> Item:
     # options of plugins that are not there are no error: a machine with a GPU has pytest at most
     words = ("{python}", "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "--override-ini=addopts=-ra")
@@ -108,7 +111,7 @@ def _glue(name: str, files: tuple[str, str], options: str, *, tokens: int = 66, 
 
 def _smollm2(name: str, options: str, files: tuple[str, ...], minutes: float = 30) -> Item:
     """LoRA on SmolLM2 of its package; without a target epsilon, the stock run."""
-    fixed = "--lora_r 8 --bf16 --per_device_train_batch_size 128 --model_name_or_path {smollm2}"
+    fixed = "--lora_r 8 --bf16 --model_name_or_path {smollm2}"
     private = "--target_delta 1e-5" if "--target_epsilon" in options else "--non_private"
     return _recipe(name, f"{options} {fixed} {private}", files, minutes, SMOLLM2)
 
@@ -126,9 +129,9 @@ ITEMS = (
     _tests("tests-clipping", "tests/kernels/test_on_a_gpu.py", "test_equal_to_the_loop and llama-lora and float64"),
     _tests("tests-kernels", "tests/kernels/test_kernels.py tests/kernels/test_compile.py", "test_layer_norm"),
     _gpu("noise", "--parts noise --shapes roberta-large gpt2 gpt2-large --precisions bf16 --repetitions 3", 5),
-    _step("roberta-large-full", "roberta-large", "full", "--tokens 128"),
+    _step("roberta-large-full", "roberta-large", "full", f"--tokens 128 {LARGEST}"),
     _step("gpt2-large-full", "gpt2-large", "full", "--tokens 128 --repetitions 5", 6),
-    _step("roberta-large-lora", "roberta-large", "lora", "--tokens 128"),
+    _step("roberta-large-lora", "roberta-large", "lora", f"--tokens 128 {LARGEST}"),
     _step("gpt2-large-lora", "gpt2-large", "lora", "--tokens 128 --repetitions 5", 6),
     _step("roberta-large-full-8192", "roberta-large", "full", "--tokens 128 --batch_tokens 8192"),
     _step("llama-8b-lora", "llama-8b", "lora", "--tokens 1024 --batch_tokens 8192 4096 --records 32 --repetitions 3", 8),
@@ -203,14 +206,17 @@ ITEMS = (
     *(
         _smollm2(f"sst2-language-head-{name}", f"{SST2_PROMPT} {options} --num_train_epochs 3", SST2)
         for name, options in (
-            ("8", "--target_epsilon 8"), ("3", "--target_epsilon 3"), ("8-rate", "--target_epsilon 8 --learning_rate 2e-3"),
-            ("stock", "--learning_rate 5e-4"),
+            ("8", "--target_epsilon 8 --per_device_train_batch_size 128"),
+            ("3", "--target_epsilon 3 --per_device_train_batch_size 128"),
+            ("stock", "--learning_rate 1e-3 --per_device_train_batch_size 256"),
         )
     ),
     *(
         _smollm2(f"e2e-smollm2-{name}", f"{E2E_SMOLLM2} {options} --num_train_epochs 3", E2E[:2])
         for name, options in (
-            ("8", "--target_epsilon 8"), ("3", "--target_epsilon 3"), ("stock", "--learning_rate 1e-3"),
+            ("8", "--target_epsilon 8 --per_device_train_batch_size 128"),
+            ("3", "--target_epsilon 3 --per_device_train_batch_size 128"),
+            ("stock", "--learning_rate 1e-3 --per_device_train_batch_size 64"),
         )
     ),
     _recipe("e2e-full", f"{CLM} --target_epsilon 8 --num_train_epochs 10", E2E, 90),

@@ -199,6 +199,8 @@ def read(item: Item, filled: dict[str, str]) -> Any:
             return {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
         if item.reader == "recipe":
             metrics = json.loads((folder / "eval_results.json").read_text(encoding="utf-8"))
+            for generated in folder.glob("generate_results.json"):
+                metrics |= json.loads(generated.read_text(encoding="utf-8"))
             if "--non_private" in item.command:
                 return {"metrics": metrics}
             report = json.loads((folder / "privacy" / "report.json").read_text(encoding="utf-8"))
