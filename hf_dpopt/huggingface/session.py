@@ -155,7 +155,8 @@ class TrainingSession:
         if self._args.skip_self_check:
             logger.warning("The start-up self-check is off (--skip_self_check); the privacy report says so.")
             return "skipped by the user"
-        pair, is_whole = pair_of_records(self._collation, self._sample), not self.engine.is_collective
+        is_whole, size = not self.engine.is_collective, self._args.per_device_train_batch_size
+        pair = pair_of_records(self._collation, self._sample, size)
         begin = time.perf_counter()
         notes = self_check(
             self.engine,

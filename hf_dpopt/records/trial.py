@@ -18,6 +18,7 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.randomness.framework import keep_generators, manual_seed
 from hf_dpopt.records.collation import Batch, Collation, check_rows, has_choices, length_of, row_of
 from hf_dpopt.records.limits import num_entries
+from hf_dpopt.records.losses import IGNORED
 
 FIX = (
     "Use a collator that makes one row per record and looks at nothing else (DataCollatorWithPadding); what should "
@@ -70,7 +71,7 @@ def beside_shorter(collation: Collation, records: Sequence[Any]) -> tuple[Any, A
     None where there is nothing to cut, or the collator takes records of one length only.
     """
     for record in records:
-        shorter = _shorter(record)
+        shorter = _first_tokens(record, (length_of(record) + 1) // 2)
         if shorter is not None:
             try:
                 collation.collate([record, shorter])
@@ -80,17 +81,27 @@ def beside_shorter(collation: Collation, records: Sequence[Any]) -> tuple[Any, A
     return None
 
 
-def pair_of_records(collation: Collation, records: Sequence[Any]) -> tuple[Batch, list[Batch]] | None:
+def pair_of_records(collation: Collation, records: Sequence[Any], size: int) -> tuple[Batch, list[Batch]] | None:
     """A long and a short record of the dataset in one batch of the real collator, and the rows of each alone.
 
     A row alone is cut out of the batch, without its padding, so that a collator that draws masks has drawn them once.
     None where no padding is met: without tokens, without a mask, or if rows are not padded at all.
 
+    Both together, in float32, need no more memory than a physical batch in bfloat16: where that has fewer than four
+    records, shorter ones are taken, or the first tokens of one.
+
     Args:
         collation: collation of the run.
         records: some of the dataset.
+        size: most records of a physical batch.
     """
     fitted = sorted((r for record in records if (r := collation.fitted(record)) is not None), key=length_of)
+    most = size * length_of(fitted[-1]) // 4 if fitted else 0
+    shorter = [r for r in fitted if length_of(r) <= most]
+    if not shorter:
+        first = (_first_tokens(record, most) for record in fitted)
+        shorter = [r for r in first if r is not None and _is_learned(collation, r)][:1]
+    fitted = shorter or fitted
     is_even = not fitted or length_of(fitted[0]) == length_of(fitted[-1])
     pair = beside_shorter(collation, fitted) if is_even else (fitted[-1], fitted[0])
     parts = [] if pair is None else collation.parts(pair)
@@ -103,17 +114,26 @@ def pair_of_records(collation: Collation, records: Sequence[Any]) -> tuple[Batch
     return (batch, alone) if is_padded else None
 
 
-def _shorter(record: Any) -> Any:
-    """The first half of a tokenized record, of each of its choices if it has some, or None."""
+def _is_learned(collation: Collation, record: Any) -> bool:
+    """Whether a part of a record can be collated, and has a label: of an answer the beginning is the question."""
+    try:
+        labels = collation.row(record).get("labels")
+    except Exception:
+        return False
+    return not isinstance(labels, torch.Tensor) or bool((labels != IGNORED).any())
+
+
+def _first_tokens(record: Any, num: int) -> Any:
+    """The first tokens of a tokenized record, of each of its choices if it has some, or None."""
     length = length_of(record)
-    if length < 2 or not isinstance(record, Mapping):
+    if not 0 < num < length or not isinstance(record, Mapping):
         return None
-    half, of_choices = (length + 1) // 2, has_choices(record.get("input_ids"))
+    of_choices = has_choices(record.get("input_ids"))
 
     def cut(value: Any) -> Any:
         if of_choices:
-            return [choice[:half] for choice in value] if has_choices(value) else value
-        return value[:half] if num_entries(value) == length else value
+            return [choice[:num] for choice in value] if has_choices(value) else value
+        return value[:num] if num_entries(value) == length else value
 
     return {name: cut(value) for name, value in record.items() if not isinstance(value, str)}
 

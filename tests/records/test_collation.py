@@ -13,7 +13,7 @@ import transformers as tf
 
 from hf_dpopt.records.collation import KNOWN, Collation, is_known
 from hf_dpopt.records.limits import Limits, Positions, Range
-from hf_dpopt.records.trial import try_collation
+from hf_dpopt.records.trial import pair_of_records, try_collation
 from tests.helpers import tiny
 
 
@@ -208,3 +208,40 @@ def test_records_of_a_list_that_agree_in_types_are_collated_at_once():
     records = [{"input_ids": [5] * n, "label": label} for n, label in ((3, 0), (6, 1), (2, 1), (4, 0.5))]
     assert sorted(place for part in collation.parts(records) for place in part.places) == [0, 1, 2, 3]
     assert seen == [3, 1]
+
+
+# --- two records of the dataset --------------------------------------------------------------------------------------
+
+
+def _tokens_with_labels(rows: list[dict]) -> dict:
+    def padded(name: str, value: int) -> torch.Tensor:
+        widest = max(len(row["input_ids"]) for row in rows)
+        return torch.tensor([row[name] + [value] * (widest - len(row[name])) for row in rows])
+
+    mask = (padded("input_ids", 0) > 0).long()
+    return {"input_ids": padded("input_ids", 0), "attention_mask": mask, "labels": padded("labels", -100)}
+
+
+def _record(length: int, *, learned_from: int = 0) -> dict:
+    ids = list(range(1, length + 1))
+    return {"input_ids": ids, "labels": [-100] * learned_from + ids[learned_from:]}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 64])
+@pytest.mark.parametrize("lengths", [[64] * 3, [64, 40, 20, 9, 3], [64, 63]])
+def test_a_pair_needs_no_more_memory_than_a_physical_batch(size, lengths):
+    """In float32, where training may be in bfloat16: two records count as four."""
+    batch, alone = pair_of_records(Collation(_tokens_with_labels), [_record(n) for n in lengths], size)
+    assert batch["input_ids"].size(1) <= min(size / 4, 1) * max(lengths)
+    widths = [row["input_ids"].size(1) for row in alone]
+    assert 0 < min(widths) < max(widths) == batch["input_ids"].size(1)
+    assert all((row["labels"] != -100).any() for row in alone)
+
+
+def test_a_pair_of_answers_keeps_what_is_learned():
+    """The first quarter is the question: without the answer nothing would be compared."""
+    records = [_record(64, learned_from=40), _record(64, learned_from=5)]
+    batch, alone = pair_of_records(Collation(_tokens_with_labels), records, 1)
+    assert batch["input_ids"].size(1) == 16 and all((row["labels"] != -100).any() for row in alone)
+    batch, _ = pair_of_records(Collation(_tokens_with_labels), records[:1], 1)
+    assert batch["input_ids"].size(1) == 64
