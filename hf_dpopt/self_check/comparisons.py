@@ -30,10 +30,11 @@ from hf_dpopt.self_check.conditions import (
     TOLERANCE,
     fits,
     in_mode,
-    plain_operations,
+    single_operations,
     tolerance_of_others,
     training_conditions,
     unchanged_buffers,
+    uncompiled,
 )
 from hf_dpopt.self_check.draws import MIDDLE, RecordDraws, others_were_used, seed_others
 from hf_dpopt.self_check.made_up import Columns, Look, add_padding
@@ -204,7 +205,8 @@ def probing(engine: ClippingEngine, losses: RecordLosses, batch: Batch, toleranc
     Raises:
         UnsupportedModuleError: if the operations cannot be seen one by one.
     """
-    with plain_operations(engine.model):
+    with uncompiled(engine.model), contextlib.ExitStack() as watched:
+        watched.enter_context(single_operations())
         draws = RecordDraws(engine.model)
         probe = Probe(engine, losses, tolerance, draws)
         try:
@@ -220,10 +222,12 @@ def probing(engine: ClippingEngine, losses: RecordLosses, batch: Batch, toleranc
                 f"Self-check failed before training: what the model draws cannot be seen ({reason:.120}), so records "
                 "cannot be compared with themselves alone. Load it with attn_implementation='sdpa' or 'eager'."
             ) from error
-        if not of_all:  # intercepting every operation costs time
+        if of_all:
+            watched.enter_context(draws)
+        else:  # watching costs time and memory
+            watched.close()
             probe.draws = None
-        with draws if of_all else contextlib.nullcontext():
-            yield probe
+        yield probe
 
 
 def in_enough_digits(

@@ -60,14 +60,15 @@ def fill_zero_parameters(parameters: Mapping[str, torch.Tensor]) -> Iterator[Non
                 p.copy_(before)
 
 
-@contextlib.contextmanager
-def plain_operations(model: nn.Module) -> Iterator[None]:
-    """Run attention as single operations, so that its dropout is visible, and compiled parts uncompiled."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if any(is_compiled(module) for module in model.modules()):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
+def single_operations() -> contextlib.AbstractContextManager[None]:
+    """Attention as single operations, so that its dropout is visible; each takes memory for tokens x tokens."""
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Run compiled parts of a model as they are written."""
+    is_any = any(is_compiled(module) for module in model.modules())
+    return torch.compiler.set_stance("force_eager") if is_any else contextlib.nullcontext()
 
 
 # --- precision -------------------------------------------------------------------------------------------------------

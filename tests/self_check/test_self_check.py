@@ -18,6 +18,7 @@ import pytest
 import torch
 import transformers as tf
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dpopt.clipping import BookKeepingEngine, contributions, make_engine, scaling
 from hf_dpopt.clipping.capture import Capture
@@ -62,12 +63,41 @@ def assert_untouched(model: nn.Module, before: tuple[dict[str, torch.Tensor], di
     assert _own_forwards(model) == forwards
 
 
+class _Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        for value in out if isinstance(out, (tuple, list)) else [out]:
+            self.elements = max(self.elements, value.numel() if isinstance(value, torch.Tensor) else 0)
+        return out
+
+
+def test_a_long_record_is_checked_without_the_scores_of_all_pairs_of_tokens():
+    """Where nothing is drawn, attention runs as in training: a mask for tokens x tokens, but none for each head."""
+    tokens, heads = 500, models._ENCODER["num_attention_heads"]
+    with _Largest() as largest:
+        check(bert(max_position_embeddings=512), _padded(), longest=tokens)
+    assert tokens**2 <= largest.elements < heads * tokens**2
+    with _Largest() as largest:  # dropout of single scores has to be seen
+        check(bert(max_position_embeddings=512, attention_probs_dropout_prob=0.3), _padded(), longest=tokens)
+    assert largest.elements >= heads * tokens**2
+
+
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
 def _tokens(width: int = 12, **more: torch.Tensor) -> dict[str, torch.Tensor]:
     ids = torch.randint(3, VOCABULARY, (2, width))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more}
+
+
+def _padded() -> dict[str, torch.Tensor]:
+    batch = _tokens(labels=torch.tensor([0, 1]))
+    batch["input_ids"][1, 8:], batch["attention_mask"][1, 8:] = PAD, 0
+    return batch
 
 
 class MixingForSequenceClassification(tf.BertForSequenceClassification):
