@@ -66,7 +66,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "forward": [(BookKeepingEngine, "_forward")],
     "backward": [(BookKeepingEngine, "_backward")],
     "norms, clip, sums": [(BookKeepingEngine, "add_clipped_sum")],
-    "watch over what no forward may change": [
+    "check that no forward changed buffers or parameters": [
         (KeptState, name) for name in ("__init__", "check", "content_of_trained")
     ],
     "noise": [(PrivateRun, "release")],
