@@ -294,7 +294,7 @@ def _take_apart(batch: Mapping[str, Any] | WholeUnits) -> Sequence[Mapping[str, 
 
 
 class _ForwardFailed(Exception):
-    """A forward that the model could not do; nothing was added to a sum."""
+    """A forward that gave no loss for each record; nothing was added to a sum."""
 
 
 class _LossesWhoseFailureShows:
@@ -309,10 +309,13 @@ class _LossesWhoseFailureShows:
 
     def __call__(self, batch: Mapping[str, Any]) -> torch.Tensor:
         try:
-            return self._losses(batch)
+            losses_B = self._losses(batch)
         except UnsupportedModuleError:
             raise
         except BaseException as error:
             if is_environment(error):
                 raise
             raise _ForwardFailed from error
+        if getattr(losses_B, "shape", None) != (num_records(batch),):  # a function of the user left one out
+            raise _ForwardFailed
+        return losses_B

@@ -180,6 +180,22 @@ def test_a_record_on_which_the_model_fails_adds_nothing(engine, loss, tmp_path):
     assert reference.relative_error(got, want) < 1e-9
 
 
+def without_38(outputs: Any, labels: torch.Tensor, inputs: Any) -> torch.Tensor:
+    return by_record(outputs, labels)[inputs["input_ids"][:, 0] != 38]
+
+
+def test_a_record_that_a_loss_leaves_out_stops_no_step(tmp_path):
+    """The losses of its batch are one too few."""
+    bad = [{**row, "input_ids": [min(i, 37) for i in row["input_ids"]]} for row in rows(None)]
+    bad[BAD] = {**bad[BAD], "input_ids": [38, 5], "attention_mask": [1, 1]}
+    make = making(data_collator=_masked, per_example_loss_func=without_38)
+    got = clipped_sums(make, Lazy(bad), [1, 7, BAD, 60], tmp_path / "with")
+    want = clipped_sums(make, Lazy(bad), [1, 7, 60], tmp_path / "without")
+    assert reference.relative_error(got, want) < 1e-9
+    none = clipped_sums(make, Lazy(bad), [BAD], tmp_path / "alone")
+    assert not any(total.any() for total in none.values())
+
+
 def test_a_model_that_fails_on_every_record_is_told_before_training(tmp_path):
     class NeverForSequenceClassification(tf.BertForSequenceClassification):
         def forward(self, input_ids=None, **inputs):
