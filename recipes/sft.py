@@ -38,7 +38,7 @@ if __name__ == "__main__":  # run as a script: the repository root is not on the
 
 import yaml
 from accelerate.utils import broadcast_object_list
-from datasets import Dataset
+from datasets import Dataset, Features, Json
 from transformers import AutoConfig, GenerationConfig
 
 from hf_dpopt import DPConfigError, DPSFTConfig, DPSFTTrainer
@@ -231,9 +231,7 @@ def make_trainer(
     Args:
         rows: training records, and held-out ones if there are any.
     """
-    # As JSON where records differ: with one type for all, a key of one record's `tool_calls` is a null in all others.
-    given = [(split, found) for split, found in rows.items() if found]
-    datasets = {split: Dataset.from_list(found, on_mixed_types="use_json") for split, found in given}
+    datasets = {split: dataset_of(found) for split, found in rows.items() if found}
     return trainer_class(
         model=model_args.model_name_or_path,
         args=training_args,
@@ -242,6 +240,17 @@ def make_trainer(
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
+
+
+def dataset_of(rows: list[dict[str, Any]]) -> Dataset:
+    """Rows as a dataset, with what is nested as JSON.
+
+    With a type that fits all rows, one record of other `tool_calls` would change the text of all others: a key that
+    only it has is a null there, 2 becomes 2.0, and keys have its order.
+    """
+    features = Dataset.from_list(rows, on_mixed_types="use_json").features
+    nested = {name for row in rows for name, value in row.items() if isinstance(value, list | dict)}
+    return Dataset.from_list(rows, features=Features(features | dict.fromkeys(nested, Json())))
 
 
 def read_rows(

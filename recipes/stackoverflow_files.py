@@ -29,6 +29,7 @@ from recipes.tables import TEXT_EXTENSIONS, Table, check_columns, read_table
 
 LAYOUTS = (".h5", ".hdf5", ".sqlite", ".sqlite.lzma")
 ROWS_PER_FILE, ROWS_AT_ONCE = 1_000_000, 10_000
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 Row = dict[str, Any]
 
 
@@ -272,7 +273,8 @@ def convert(
     missing = list(itertools.dropwhile(Path.is_file, sizes))
     done = num_rows - sum(sizes[file] for file in missing)
     rows = source.rows(done, {*wanted, TITLE}) if missing else iter(())
-    bar = tqdm(total=num_rows, initial=done, desc=f"converting {path.name}", unit="row", disable=not missing)
+    # without counts: how many records the users have is private
+    bar = tqdm(total=num_rows, initial=done, desc=f"converting {path.name}", bar_format=BAR, disable=not missing)
     try:
         for file in missing:
             with _whole(file) as part:

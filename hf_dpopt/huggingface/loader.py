@@ -24,7 +24,7 @@ from hf_dpopt.huggingface.planning import PlannedRun
 from hf_dpopt.records.collation import Batch, Collation
 from hf_dpopt.records.inspection import refuse_malformed
 from hf_dpopt.records.limits import Limits, padding_id_of
-from hf_dpopt.records.losses import RecordLosses, base_model
+from hf_dpopt.records.losses import RecordLosses, base_model, num_records
 from hf_dpopt.records.rows import is_stored, read_one, spread
 from hf_dpopt.records.trial import try_collation
 from hf_dpopt.run.batches import Choose, LogicalBatch, LogicalBatchSampler, Records, keep_uncollated, take_all
@@ -76,7 +76,7 @@ def _row(collation: Collation, record: Any) -> Batch:
 
 def _losses(losses: RecordLosses, batch: Batch) -> torch.Tensor:
     try:
-        return losses(batch).detach()
+        found, num = losses(batch).detach(), num_records(batch)
     except DPConfigError:
         raise
     except Exception as error:
@@ -89,6 +89,13 @@ def _losses(losses: RecordLosses, batch: Batch) -> torch.Tensor:
         raise DPConfigError(
             f"{first}{type(model).__name__} fails on training records: {type(error).__name__}: {error}. {fix}"
         ) from error
+    if found.shape != (num,):
+        raise DPConfigError(
+            f"{losses.function}: its losses of {num} record{'s' if num > 1 else ''} have shape {tuple(found.shape)}; "
+            f"expected ({num},). A loss that mixes records, or leaves some out, cannot be private: return the "
+            "per-record losses, without a mean or a squeeze()."
+        )
+    return found
 
 
 def has_columns(dataset: Any) -> bool:

@@ -31,7 +31,8 @@ from hf_dpopt.records.losses import answer_log_probabilities
 from hf_dpopt.self_check.conditions import in_mode
 
 try:
-    from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
+    from datasets import Features
+    from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, extract_prompt
 except ImportError as error:
     raise missing("trl", "DPDPOTrainer and DPRewardTrainer", str(error)) from None
 log.hide_prompts(DPOTrainer.__module__)
@@ -350,6 +351,13 @@ class DPDPOTrainer(_PairTrainer, DPOTrainer):
         # without a reference of its own the hash is that of the model with its adapter, which starts at random
         if not (ref_model is None and hasattr(self.model, "peft_config")):
             loss.reference = self._precompute_model_hash
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+        given = getattr(dataset, "features", None) or {}
+        if "prompt" not in given and {"chosen", "rejected"} <= given.keys():
+            # as stored: TRL lets one type fit all prompts, and a number or a key of one of them changes others
+            dataset = dataset.map(extract_prompt, features=Features({**given, "prompt": given["chosen"]}))
+        return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
         is_new = eval_dataset is not None and not isinstance(eval_dataset, str)

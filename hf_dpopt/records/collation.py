@@ -262,7 +262,17 @@ def _type(value: Any) -> Any:
 
 def row_of(batch: Mapping[str, Any], b: int) -> Batch:
     """Take record b of a batch, alone and as wide as the batch."""
-    return {k: v[b : b + 1] if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in batch.items()}
+    return rows_of(batch, b, b + 1)
+
+
+def rows_of(batch: Mapping[str, Any], start: int, stop: int) -> Batch:
+    """Take some records of a batch, as wide as the batch; of lists, which `join_rows` makes of values, their own."""
+    num = num_records(batch)
+
+    def is_of_rows(value: Any) -> bool:
+        return value.dim() > 0 if isinstance(value, torch.Tensor) else isinstance(value, list) and len(value) == num
+
+    return {key: value[start:stop] if is_of_rows(value) else value for key, value in batch.items()}
 
 
 def check_rows(batch: Mapping[str, Any], num: int) -> None:
@@ -286,10 +296,10 @@ def has_choices(ids: Any) -> bool:
 
 
 def length_of(record: Any) -> int:
-    """Number of tokens of a record, of the longest of its choices, of a pair of answers both; 0 if it has none."""
+    """Number of tokens of a record, of the longest of its choices, of both texts of a pair; 0 if it has none."""
     try:
         if "input_ids" not in record:
-            return sum(len(record[name]) for name in PAIR_TOKENS)
+            return sum(num_entries(record.get("prompt_ids")) + len(record[name]) for name in PAIR_TOKENS)
         ids = record["input_ids"]
         return max(map(len, ids)) if has_choices(ids) else len(ids)
     except Exception:  # whatever a mapping of one's own raises: this only sorts
@@ -380,8 +390,10 @@ def _padded_dim(key: str, value: Any, row: Mapping[str, Any]) -> int | None:
 
 def _shape(key: str, value: Any, row: Mapping[str, Any]) -> tuple:
     """Key of a column that rows of one batch share; it includes lengths unless a mask shows the padding."""
+    if isinstance(value, (list, tuple)):  # one of several values would look like those of several rows
+        return ("value",) if len(value) == 1 else ("alone", id(row))
     if not isinstance(value, torch.Tensor):
-        return ("value", "" if isinstance(value, (list, tuple)) and len(value) == 1 else repr(value))
+        return ("value", repr(value))
     dim = _padded_dim(key, value, row)
     if dim is not None and "attention_mask" in row:
         return ("padded", str(value.dtype), dim, *value.shape[1:dim], *value.shape[dim + 1 :])

@@ -19,7 +19,7 @@ import torch
 from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.clipping.clipped_sum import ClippedSum, Taker
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
-from hf_dpopt.records.collation import Collation, Collator, length_of, row_of, trimmed
+from hf_dpopt.records.collation import Collation, Collator, length_of, row_of, rows_of, trimmed
 from hf_dpopt.records.losses import RecordLosses, num_records
 from hf_dpopt.records.rows import is_environment, read_rows
 from hf_dpopt.run.run import PrivateRun
@@ -67,7 +67,7 @@ class LogicalBatch:
             size: most records of a batch; >= 1.
             collate: the collation of the run, or a collator.
             tokens: most tokens of a batch of several records, padding included; it may then hold more than `size`
-                records, but no more tokens than `size` of the longest. None for no limit.
+                records, but no larger tensor than that of `size` records before. None for no limit.
         """
         return physical_batches(self.records, size, collate, tokens=tokens)
 
@@ -86,11 +86,25 @@ def physical_batches(
     collation = Collation.of(collate)
     ordered = sorted(records, key=length_of, reverse=True)
     start, most = 0, size * length_of(ordered[0]) if ordered else 0  # tokens that fit into memory
+    largest = 0  # values of a row in its largest tensor
     while start < len(ordered):
         longest = length_of(ordered[start])
         num = size if tokens is None or not longest else max(1, min(tokens, most) // longest)
-        yield from (part.batch for part in collation.parts(ordered[start : start + num]))
+        for part in collation.parts(ordered[start : start + num]):
+            values = max(v[0].numel() for v in part.batch.values() if isinstance(v, torch.Tensor) and v.dim() > 0)
+            yield from _pieces(part.batch, max(size, size * largest // max(1, values)))
+            largest = max(largest, values)
         start += num
+
+
+def _pieces(batch: dict[str, Any], most: int) -> Iterator[dict[str, Any]]:
+    """Yield a batch of at most so many records, or pieces of it.
+
+    A record may be more than its tokens: targets of a decoder, a picture, what its collator cuts off.
+    """
+    num = num_records(batch)
+    for start in range(0, num, most):
+        yield batch if num <= most else rows_of(batch, start, start + most)
 
 
 def fastest_tokens(num_weights: int, device: torch.device) -> int:
@@ -280,7 +294,7 @@ def _take_apart(batch: Mapping[str, Any] | WholeUnits) -> Sequence[Mapping[str, 
 
 
 class _ForwardFailed(Exception):
-    """A forward that the model could not do; nothing was added to a sum."""
+    """A forward that gave no loss for each record; nothing was added to a sum."""
 
 
 class _LossesWhoseFailureShows:
@@ -295,10 +309,13 @@ class _LossesWhoseFailureShows:
 
     def __call__(self, batch: Mapping[str, Any]) -> torch.Tensor:
         try:
-            return self._losses(batch)
+            losses_B = self._losses(batch)
         except UnsupportedModuleError:
             raise
         except BaseException as error:
             if is_environment(error):
                 raise
             raise _ForwardFailed from error
+        if getattr(losses_B, "shape", None) != (num_records(batch),):  # a function of the user left one out
+            raise _ForwardFailed
+        return losses_B

@@ -17,7 +17,7 @@ from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.clipping.clipped_sum import ClippedSum
 from hf_dpopt.clipping.units import Units
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.records.collation import Collation, Collator
+from hf_dpopt.records.collation import Collation, Collator, rows_of
 from hf_dpopt.records.losses import RecordLosses
 from hf_dpopt.run.batches import LogicalBatch, StepIndices, WholeUnits, physical_batches
 
@@ -54,8 +54,7 @@ class UsersBatch(WholeUnits):
         """Split into one batch per user."""
         users, begin = [], 0
         for size in self.sizes:
-            rows = slice(begin, begin + size)
-            batch = {k: v[rows] if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in self.batch.items()}
+            batch = rows_of(self.batch, begin, begin + size)
             users.append(UserInParts([batch], float(self.weights_B[begin]), self.are_users))
             begin += size
         return users

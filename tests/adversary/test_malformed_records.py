@@ -140,25 +140,60 @@ def test_what_the_machine_does_is_no_record(tmp_path):
 class _ChoosyForSequenceClassification(tf.BertForSequenceClassification):
     """Fails on one word, as BART's head does on records with another number of end tokens."""
 
-    def forward(self, input_ids=None, **inputs):
+    def forward(self, input_ids=None, attention_mask=None, **inputs):
         if (input_ids == 39).any():
             raise ValueError("there is no 39")
-        return super().forward(input_ids=input_ids, **inputs)
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, **inputs)
+
+
+def _named(some: list[dict[str, Any]]) -> dict[str, Any]:
+    return _masked(some) | {"name": [f"w{row['input_ids'][0]}" for row in some]}
+
+
+def odd_ones(outputs: Any, labels: torch.Tensor, inputs: Any) -> torch.Tensor:
+    """The loss of records whose name, a text of the batch, is an odd word; 0 of the others."""
+    return torch.stack([
+        loss * (int(name[1:]) % 2)
+        for loss, name in zip(by_record(outputs, labels), inputs["name"], strict=False)
+    ])  # fmt: skip
 
 
 @pytest.mark.parametrize("engine", ["book_keeping", "two_pass"])
-def test_a_record_on_which_the_model_fails_adds_nothing(engine, tmp_path):
+@pytest.mark.parametrize("loss", [None, odd_ones])
+def test_a_record_on_which_the_model_fails_adds_nothing(engine, loss, tmp_path):
+    """Nor does it give the others the texts of the first of them, where a loss reads some."""
     made = [{**row, "input_ids": [min(i, 38) for i in row["input_ids"]]} for row in rows({"input_ids": [3, 4]})]
-    bad = [{**row, "input_ids": [3, 39]} if i == BAD else row for i, row in enumerate(made)]
+    bad = [{**row, "input_ids": [38, 39]} if i == BAD else row for i, row in enumerate(made)]
+    assert {row["input_ids"][0] % 2 for row in made} == {0, 1}
 
     def model():
         return _ChoosyForSequenceClassification(tiny.model(dropout=0.0).config)
 
-    make = making(model, data_collator=_masked, clipping_engine=engine, skip_self_check=True)
-    drawn = [1, 7, BAD, 60]
+    make = making(
+        model, data_collator=_masked if loss is None else _named, clipping_engine=engine, skip_self_check=True,
+        per_example_loss_func=loss,
+    )  # fmt: skip
+    drawn = [1, 7, BAD, 60, 61, 62]
     got = clipped_sums(make, Lazy(bad), drawn, tmp_path / "with")
+    want = clipped_sums(make, Lazy(bad), [i for i in drawn if i != BAD], tmp_path / "without")
+    assert any(total.any() for total in want.values())
+    assert reference.relative_error(got, want) < 1e-9
+
+
+def without_38(outputs: Any, labels: torch.Tensor, inputs: Any) -> torch.Tensor:
+    return by_record(outputs, labels)[inputs["input_ids"][:, 0] != 38]
+
+
+def test_a_record_that_a_loss_leaves_out_stops_no_step(tmp_path):
+    """The losses of its batch are one too few."""
+    bad = [{**row, "input_ids": [min(i, 37) for i in row["input_ids"]]} for row in rows(None)]
+    bad[BAD] = {**bad[BAD], "input_ids": [38, 5], "attention_mask": [1, 1]}
+    make = making(data_collator=_masked, per_example_loss_func=without_38)
+    got = clipped_sums(make, Lazy(bad), [1, 7, BAD, 60], tmp_path / "with")
     want = clipped_sums(make, Lazy(bad), [1, 7, 60], tmp_path / "without")
     assert reference.relative_error(got, want) < 1e-9
+    none = clipped_sums(make, Lazy(bad), [BAD], tmp_path / "alone")
+    assert not any(total.any() for total in none.values())
 
 
 def test_a_model_that_fails_on_every_record_is_told_before_training(tmp_path):

@@ -13,10 +13,11 @@ from datasets import fingerprint
 
 pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test]'")
 
-from recipes import preferences
+from recipes import preferences, sft
 from recipes.embedded import chats
+from tests.helpers import tiny
 from tests.helpers.ranks import Ranks
-from tests.recipes.test_sft import FLAGS, folder  # noqa: F401  a fixture
+from tests.recipes.test_sft import FLAGS, TEMPLATE, folder  # noqa: F401  a fixture
 
 FLAGS = FLAGS | {"train_file": "pairs.jsonl", "validation_file": "held_out.jsonl", "max_length": "64"}
 
@@ -49,6 +50,25 @@ def test_a_file_of_pairs_is_learned(pairs, capsys, job):
     assert "**epsilon = 7.9" in (pairs / "out" / "README.md").read_text()
     adapter = json.loads((pairs / "out" / "adapter_config.json").read_text())
     assert adapter["task_type"] == {"dpo": "CAUSAL_LM", "reward": "SEQ_CLS"}[job]
+
+
+def test_a_number_in_one_prompt_is_in_no_other(pairs):
+    """TRL takes the prompts out of the answers, and one type for all would make 2.0 of 2 because one record has 2.5."""
+    template = TEMPLATE.replace("<eos>", "{% if m['about'] %}{{ m['about'] | tojson }}{% endif %}<eos>")
+    tiny.byte_tokenizer(template).save_pretrained("model")
+    seen = []
+    for output_dir, of_one in (("without", 1), ("with", 2.5)):
+        rows = []
+        for i in range(24):
+            asked = [{"role": "user", "content": f"what {i}?", "about": {"days": of_one if i == 0 else 2}}]
+            answers = ([{"role": "assistant", "content": f"{word} {i}"}] for word in "az")
+            rows.append({name: asked + answer for name, answer in zip(("chosen", "rejected"), answers, strict=True)})
+        Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data_args, args, model_args, _ = preferences.parse(_words("validation_file", output_dir=output_dir))
+        found = sft.load_rows(data_args, None, preferences.LAYOUTS)
+        trainer = sft.make_trainer(preferences.DPDPOTrainer, args, model_args, found)
+        seen.append([row["prompt_ids"] for row in trainer.train_dataset])
+    assert [i for i in range(24) if seen[0][i] != seen[1][i]] == [0]
 
 
 def test_two_processes_share_the_values_of_the_reference(pairs, monkeypatch):

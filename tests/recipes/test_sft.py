@@ -133,20 +133,29 @@ def test_a_template_that_refuses_an_order_of_roles_ends_in_one_line(folder, caps
     assert "its chat template refuses a conversation (No system role)" in last and not Path("out/privacy").exists()
 
 
-def test_a_key_of_one_record_is_in_no_other(folder):
-    """Else its name is in the text of every record that calls tools, because one record has it."""
+ARGUMENTS = {"days": 2, "share": 0.123456789012, "city": "Bonn"}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [ARGUMENTS | {"street": "Am Hof"}, ARGUMENTS | {"days": 2.5}, {"city": "Bonn", "share": 0.5, "days": 1}],
+    ids=["a key", "a fraction", "the order of keys"],
+)
+def test_what_one_record_has_is_in_no_other(folder, other):
+    """Else it is in the text of every record that calls tools, because one record has it."""
     template = TEMPLATE.replace("<eos>", "{% if m['tool_calls'] %}{{ m['tool_calls'] | tojson }}{% endif %}<eos>")
     tiny.byte_tokenizer(template).save_pretrained("model")
-    rows, seen = _rows(24, "what"), []
-    for row in rows:
-        row["messages"][1]["tool_calls"] = [{"function": {"name": "find", "arguments": {"city": "Bonn"}}}]
-    for output_dir in ("without", "with"):
+    seen = []
+    for output_dir, of_one in (("without", ARGUMENTS), ("with", other)):
+        rows = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in _rows(24, "what")]
+        for i, row in enumerate(rows):
+            arguments = of_one if i == 0 else ARGUMENTS
+            row["completion"][0]["tool_calls"] = [{"function": {"name": "find", "arguments": arguments}}]
         Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         data_args, args, model_args, _ = sft.parse(_words(output_dir=output_dir))
         trainer = sft.make_trainer(sft.DPSFTTrainer, args, model_args, sft.load_rows(data_args, None))
         seen.append([row["input_ids"] for row in trainer.train_dataset])
-        rows[5]["messages"][1]["tool_calls"][0]["function"]["arguments"]["street"] = "Am Hof"
-    assert [i for i in range(24) if seen[0][i] != seen[1][i]] == [5]
+    assert [i for i in range(24) if seen[0][i] != seen[1][i]] == [0]
 
 
 def test_messages_need_a_chat_template(folder, capsys):

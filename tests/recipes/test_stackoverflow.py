@@ -145,6 +145,14 @@ def test_an_interrupted_conversion_continues(tmp_path, monkeypatch):
     assert stackoverflow_files.convert(path, "train", killed, "user", folder=tmp_path / "parts").num_rows == 150
 
 
+def test_how_many_records_the_users_have_is_not_printed(tmp_path, capfd):
+    path = _sqlite(tmp_path / "rows.sqlite", ROWS * 12, 281)
+    words = NextWords(Vocabulary(("the", "is", "i")), "tokens", 5)
+    assert len(stackoverflow_files.convert(path, "train", words, "user")) == 281
+    printed = capfd.readouterr()
+    assert "converting rows.sqlite: 100%" in printed.err and "281" not in printed.out + printed.err
+
+
 def test_a_conversion_belongs_to_file_task_and_limit(tmp_path):
     path = _sqlite(tmp_path / "a.sqlite", made_up_rows(90), 80)
     words = NextWords(Vocabulary(tuple(KNOWN)), "tokens", 20)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -238,6 +240,44 @@ def test_a_limit_on_tokens_holds_for_every_batch_of_several_records(size, tokens
     assert all(num == 1 or num * width <= most for num, width in shapes)
     for num, width in shapes[:-1]:  # and no batch could take one record more
         assert (num + 1) * width > most, (num, width)
+
+
+def _beside_tokens(kind: str, i: int) -> dict[str, Any]:
+    """A record that is more than the tokens that it is sorted by: the first has most of those, the others more rest."""
+    first, many = i == 0, 64
+    if kind == "prompts of pairs":
+        return {"prompt_ids": [5] * (2 if first else many), "chosen_ids": [6] * (many if first else 2),
+                "rejected_ids": [7] * (many if first else 2)}  # fmt: skip
+    ids = [5] * (many if first else 2)
+    rest: dict[str, Any] = {"targets of a decoder": [6] * (2 if first else many), "a picture": [[0.5] * 32] * 4}
+    return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": rest.get(kind, 0), "place": i}
+
+
+def _collate_more(kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    if kind == "prompts of pairs":
+        pairs = pytest.importorskip("hf_dpopt.huggingface.preferences", reason="TRL is in the test extra")
+        return pairs.PairCollator(pairs.DPOTrainer.__init__.__globals__["DataCollatorForPreference"](0))(rows)
+    if kind == "what the model does not take":  # the longest
+        rows = [{**row, "input_ids": [5, 5]} for row in rows if len(row["input_ids"]) < 64]
+    width, last = max(len(row["input_ids"]) for row in rows), [row["labels"] for row in rows]
+    ids = torch.tensor([row["input_ids"] + [0] * (width - len(row["input_ids"])) for row in rows])
+    targets = torch.tensor([row + [-100] * (64 - len(row)) for row in last] if "decoder" in kind else last)
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": targets,
+            "texts": [str(row["place"]) for row in rows]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind", ["targets of a decoder", "a picture", "prompts of pairs", "what the model does not take"]
+)
+def test_a_batch_that_is_filled_takes_no_more_memory_than_that_of_the_largest(kind):
+    """Else a record that is drawn decides whether a step has room, and an end for want of it tells of the record."""
+    size, rows = 3, [_beside_tokens(kind, i) for i in range(40)]
+    batches = list(LogicalBatch(rows, 1).physical(size, functools.partial(_collate_more, kind), sys.maxsize))
+    assert sum(len(b["input_ids"]) for b in batches) == 40 - (kind == "what the model does not take")
+    largest = [max(v[0].numel() for v in b.values() if isinstance(v, torch.Tensor)) for b in batches]
+    assert all(len(b["input_ids"]) * n <= size * max(largest) for b, n in zip(batches, largest, strict=True))
+    for b in batches if kind != "prompts of pairs" else ():
+        assert len(b["texts"]) == len(b["input_ids"])
 
 
 def test_the_logical_batch_is_left_as_it_was():
