@@ -20,19 +20,7 @@ from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.values import check_json, check_types
 from hf_dpopt.optim import OPTIMIZERS
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.options import (
-    RECORDS_PER_USER,
-    AdvisorOptions,
-    AfterNoiseOptions,
-    EngineOptions,
-    EvaluationOptions,
-    LedgerOptions,
-    NoiseOptions,
-    PreconditionerOptions,
-    PrivacyOptions,
-    TuningOptions,
-    UserOptions,
-)
+from hf_dpopt.plan.options import RECORDS_PER_USER, RunOptions
 from hf_dpopt.run.dataset_ledger import DatasetBudget
 
 PRIVATE_PLACES = ("private_state_dir", "privacy_ledger")
@@ -41,19 +29,7 @@ VOCABULARY = tuple(f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep
 
 
 @dataclass
-class DPTrainingArguments(  # a dataclass lists the fields of its last base first
-    EngineOptions,
-    UserOptions,
-    AfterNoiseOptions,
-    PreconditionerOptions,
-    NoiseOptions,
-    AdvisorOptions,
-    EvaluationOptions,
-    LedgerOptions,
-    TuningOptions,
-    PrivacyOptions,
-    TrainingArguments,
-):
+class DPTrainingArguments(RunOptions, TrainingArguments):
     """`TrainingArguments` with a privacy budget. Its options are described in `hf_dpopt.plan.options`.
 
     Everything of `TrainingArguments` keeps its meaning, except:
@@ -124,8 +100,6 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
                 "holds the user ids: --user_id_column author."
             )
         values = {name: getattr(self, name) for name in names}
-        for name in ("noise_kwargs", "preconditioner_kwargs", "private_metrics_kwargs"):
-            values[name] = values[name] or {}
         if self.privacy_unit == "user" and self.records_per_user is None:
             values["records_per_user"] = RECORDS_PER_USER
         return PrivacyConfig(expected_batch_size=expected_batch_size, **values)
@@ -189,20 +163,16 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
         return made
 
 
-def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
+def without_secrets(value: Any) -> Any:
     """Return arguments with a placeholder, `<NAME>`, for each token, key and private place, at any depth."""
+    if not isinstance(value, Mapping):
+        return type(value)(map(without_secrets, value)) if type(value) in (list, tuple) else value
     return {
         name: f"<{str(name).upper()}>"
-        if is_secret(name) and not isinstance(value, Mapping | None)
-        else _cleaned(value)
-        for name, value in values.items()
+        if is_secret(name) and not isinstance(inner, Mapping | None)
+        else without_secrets(inner)
+        for name, inner in value.items()
     }
-
-
-def _cleaned(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return without_secrets(value)
-    return type(value)(map(_cleaned, value)) if type(value) in (list, tuple) else value
 
 
 def is_secret(name: Any) -> bool:

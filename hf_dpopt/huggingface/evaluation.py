@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, UnsupportedM
 from hf_dpopt.common.log import logger
 from hf_dpopt.common.sharding import give_back
 from hf_dpopt.huggingface.inputs import TrainerInputs
+from hf_dpopt.huggingface.loader import Place, Remove, without_unused
 from hf_dpopt.huggingface.refusals.data import check_evaluation, check_is_no_stream
 from hf_dpopt.huggingface.shards import is_in_shards
 from hf_dpopt.huggingface.storage_faults import found_by, open_log
@@ -34,7 +35,7 @@ from hf_dpopt.records.collation import Collation, row_of
 from hf_dpopt.records.limits import Limits, padding_id_of
 from hf_dpopt.records.losses import RecordLosses, num_records, problem_type
 from hf_dpopt.records.overlap import TrainingRows
-from hf_dpopt.records.rows import is_environment, read_rows, spread
+from hf_dpopt.records.rows import SuppressRecordErrors, read_rows, spread
 from hf_dpopt.records.scores import Scores, usual_bound
 from hf_dpopt.run.kept_state import KeptState, refuse_spoilt
 from hf_dpopt.run.ledger import Evaluation, Ledger
@@ -61,7 +62,7 @@ class EvaluationGuard:
         plan: plan of the run; None for a trainer that only evaluates.
         training: rows of the training set.
         place: moves a batch to the device.
-        without_unused: takes columns that are not used from a stored dataset.
+        remove: takes columns that are not used from a stored dataset.
 
     Attributes:
         run: the run in progress, whose log is open, or the last one; None before.
@@ -69,17 +70,10 @@ class EvaluationGuard:
     """
 
     def __init__(
-        self,
-        inputs: TrainerInputs,
-        plan: PrivacyPlan | None,
-        training: TrainingRows,
-        *,
-        place: Callable[[Any], Any],
-        without_unused: Callable[[Any], Any],
+        self, inputs: TrainerInputs, plan: PrivacyPlan | None, training: TrainingRows, *, remove: Remove, place: Place
     ):
         self._args, self._plan, self._training, self._sets = inputs.args, plan, training, inputs.eval_dataset
-        self._per_example_loss_func, self._place = inputs.per_example_loss_func, place
-        self._without_unused = without_unused
+        self._per_example_loss_func, self._place, self._remove = inputs.per_example_loss_func, place, remove
         self._held_out: tuple[Any, ...] = ()
         self._told = False
         self._seen: dict[str, list[Any]] = {}  # prefix -> sets that were evaluated under it
@@ -160,12 +154,10 @@ class EvaluationGuard:
         open_one = None if self.run is None else self.run.ledger
         return found_by(self._args).known if open_one is None else open_one
 
-    @contextlib.contextmanager
-    def _log(self) -> Iterator[RunLog]:
+    def _log(self) -> contextlib.AbstractContextManager[RunLog]:
         """The log of the run: that of the training in progress, or opened for this."""
         open_one = None if self.run is None else self.run.log
-        with open_log(self._args) if open_one is None else contextlib.nullcontext(open_one) as log:
-            yield log
+        return open_log(self._args) if open_one is None else contextlib.nullcontext(open_one)
 
     def _charge(self, budget: EvaluationBudget, query: Mapping[str, Any]) -> str:
         """Charge an evaluation, on the disk; return its id.
@@ -239,20 +231,16 @@ class EvaluationGuard:
         if known is None:
             self._announce(budget, scores, len(dataset))
             with self._evaluating(model) as start:
-                vectors = self._vectors(losses, scores, dataset, collator)
+                rows = without_unused(self._remove, "evaluation", dataset)
+                vectors = _Vectors(losses, scores, rows, collator, self._place)
                 ranks.every(lambda: self._try(vectors, start))
                 charged = ranks.same(lambda: self._charge(budget, query))
                 sums = ranks.every(lambda: self._sum(vectors, start).tolist())
             total = torch.tensor(sums, dtype=torch.float64).sum(dim=0)
             known = ranks.same(lambda: self._release(total, scores, budget, len(dataset)))
             ranks.same(lambda: self._note_answer(charged, known))
-        spent = ranks.same(self._spent)
+        spent = ranks.same(lambda: self.facts["epsilon_spent"])
         return {f"{prefix}_{name}": value for name, value in {**known, "epsilon": spent}.items()}
-
-    def _spent(self) -> float:
-        known = self._known()
-        assert known is not None and self.budget is not None
-        return self.budget.spent(known.evaluations.values())
 
     def _name_of(self, dataset: Any, prefix: str) -> str:
         """Name of a set in the ledger: one of several has its own, and another under the same prefix a number."""
@@ -288,15 +276,6 @@ class EvaluationGuard:
             f"{budget.num_planned} evaluations, noise multiplier {budget.noise_multiplier:.4g}. Every metric has noise"
             f"{accuracy if scores.num_labels else ''}: differences of that size say nothing."
         )
-
-    def _vectors(self, losses: RecordLosses, scores: Scores, dataset: Any, collator: Any) -> _Vectors:
-        collation = Collation(
-            collator,
-            limits=Limits.of(losses.model, losses.kind),
-            padding_id=padding_id_of(losses.model),
-            place=self._place,
-        )
-        return _Vectors(losses, scores, collation, self._without_unused(dataset))
 
     def _try(self, vectors: _Vectors, start: KeptState) -> None:
         """Try the evaluation before it is charged: on the form of some records, and on made-up ones like them.
@@ -366,21 +345,21 @@ class EvaluationGuard:
         return scores.read(released, size if budget.knows_size else None)
 
 
-@dataclasses.dataclass(frozen=True)
 class _Vectors:
     """Vectors of the single records of a set, of which an evaluation is the sum.
 
     Args:
         losses: losses of the model.
         scores: make a vector of a loss and of logits.
-        collation: makes a batch of one record.
         rows: the set, without columns that are not used.
+        collator: the Trainer's.
+        place: moves a batch to the device.
     """
 
-    losses: RecordLosses
-    scores: Scores
-    collation: Collation
-    rows: Any
+    def __init__(self, losses: RecordLosses, scores: Scores, rows: Any, collator: Any, place: Place):
+        self.losses, self.scores, self.rows = losses, scores, rows
+        limits, padding_id = Limits.of(losses.model, losses.kind), padding_id_of(losses.model)
+        self.collation = Collation(collator, limits=limits, padding_id=padding_id, place=place)
 
     def batch_of(self, i: int) -> Mapping[str, Any] | None:
         """Batch of one record; of several rows of an index the first. None for a record that cannot be collated."""
@@ -390,14 +369,10 @@ class _Vectors:
     def of_record(self, i: int) -> torch.Tensor:
         """The vector of a record, (K,); zeros if it cannot be collated or computed, without a message."""
         batch = self.batch_of(i)
-        if batch is None:
-            return self.scores.nothing()
-        try:
-            return self.of_batch(batch)
-        except BaseException as error:
-            if is_environment(error):
-                raise
-            return self.scores.nothing()
+        if batch is not None:
+            with SuppressRecordErrors():
+                return self.of_batch(batch)
+        return self.scores.nothing()
 
     def of_batch(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """The vector of a batch of one record, (K,)."""

@@ -233,7 +233,9 @@ def test_the_table_of_preferences_is_that_of_the_results(repo: Path) -> None:
     for name, row in results["rows"].items():
         runs = [run[name] for run in (results["earlier"]["rows"], results["rows"]) if name in run]
         if "ranked" in row:  # else a row of time alone
-            cells = [" / ".join(shown.format(run[key]) for run in runs if key in run) for key, shown in formats.items()]
+            cells = [
+                " / ".join(shown.format(run[key]) for run in runs if key in run) for key, shown in formats.items()
+            ]
             assert "".join(f"| {cell} ".replace("  ", " ") for cell in [name, *cells]) + "|" in page
         assert all(("epsilon 8" in name) == ("epsilon" in run) for run in runs), name
         assert all(7.9 < run.get("epsilon", 8) <= 8 for run in runs), name
