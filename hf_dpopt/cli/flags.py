@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from hf_dpopt.common.errors import DPConfigError, shown
-from hf_dpopt.plan.options import GROUPS, OPTIONS, HeadOptions, help_of
+from hf_dpopt.plan.options import OPTIONS, HeadOptions, RunOptions, help_of
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -21,7 +21,7 @@ SHORT = {
     "target_delta": ("--delta",),
     "expected_batch_size": ("--batch-size", "--batch", "-b"),
 }
-TYPES = {name: hint for group in (*GROUPS, HeadOptions) for name, hint in typing.get_type_hints(group).items()}
+TYPES = typing.get_type_hints(RunOptions) | typing.get_type_hints(HeadOptions)
 
 
 def flag(name: str, *, says_default: bool = True) -> Any:

@@ -20,19 +20,7 @@ from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.values import check_json, check_types
 from hf_dpopt.optim import OPTIMIZERS
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.options import (
-    RECORDS_PER_USER,
-    AdvisorOptions,
-    AfterNoiseOptions,
-    EngineOptions,
-    EvaluationOptions,
-    LedgerOptions,
-    NoiseOptions,
-    PreconditionerOptions,
-    PrivacyOptions,
-    TuningOptions,
-    UserOptions,
-)
+from hf_dpopt.plan.options import RECORDS_PER_USER, RunOptions
 from hf_dpopt.run.dataset_ledger import DatasetBudget
 
 PRIVATE_PLACES = ("private_state_dir", "privacy_ledger")
@@ -41,19 +29,7 @@ VOCABULARY = tuple(f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep
 
 
 @dataclass
-class DPTrainingArguments(  # a dataclass lists the fields of its last base first
-    EngineOptions,
-    UserOptions,
-    AfterNoiseOptions,
-    PreconditionerOptions,
-    NoiseOptions,
-    AdvisorOptions,
-    EvaluationOptions,
-    LedgerOptions,
-    TuningOptions,
-    PrivacyOptions,
-    TrainingArguments,
-):
+class DPTrainingArguments(RunOptions, TrainingArguments):
     """`TrainingArguments` with a privacy budget. Its options are described in `hf_dpopt.plan.options`.
 
     Everything of `TrainingArguments` keeps its meaning, except:

@@ -25,9 +25,9 @@ from transformers.trainer_utils import SchedulerType
 from hf_dpopt.common.checks import check_choice, check_kind, check_mapping, check_real, kinds_of
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.optim.stock_options import pairs_of
-from hf_dpopt.plan.options import GROUPS, HeadOptions
+from hf_dpopt.plan.options import HeadOptions, RunOptions
 
-OWN = (*GROUPS, HeadOptions)
+OWN = (RunOptions, HeadOptions)
 LARGEST = 1e30  # of numbers that torch multiplies in float32
 _NOT_NEGATIVE = (0.0, LARGEST, "a finite number >= 0")
 _STEPS = (0.0, 1e15, "a finite number >= 0")

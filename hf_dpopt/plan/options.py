@@ -352,20 +352,25 @@ class HeadOptions:
     decay: float = option(0.0, "Step t has learning_rate t^-decay; in [0, 1).")
 
 
-GROUPS = (
-    PrivacyOptions,
-    TuningOptions,
-    LedgerOptions,
-    EvaluationOptions,
-    AdvisorOptions,
-    NoiseOptions,
-    PreconditionerOptions,
-    AfterNoiseOptions,
-    UserOptions,
+@dataclass
+class RunOptions(  # a dataclass lists the fields of its last base first
     EngineOptions,
-)
+    UserOptions,
+    AfterNoiseOptions,
+    PreconditionerOptions,
+    NoiseOptions,
+    AdvisorOptions,
+    EvaluationOptions,
+    LedgerOptions,
+    TuningOptions,
+    PrivacyOptions,
+):
+    """All options of a training run."""
+
+
+GROUPS: tuple[Any, ...] = RunOptions.__bases__[::-1]
 OPTIONS: dict[str, dataclasses.Field] = {
-    field.name: field for group in (*GROUPS, HeadOptions) for field in dataclasses.fields(group)
+    field.name: field for group in (RunOptions, HeadOptions) for field in dataclasses.fields(group)
 }
 
 # --- for those who take single options -------------------------------------------------------------------------------
