@@ -117,15 +117,8 @@ class TrainingSession:
             self.run = self._open(resume_step, checkpoint)
             undone.callback(self.run.close, is_finished=False)
             give_back(model)  # stages keep what belongs to a parameter under its identity
-            self.stages = stage_options.make_stages(
-                args,
-                model,
-                self.engine,
-                getattr(optimizer, "optimizer", optimizer),
-                self.run,
-                self._public,
-                inputs.postprocess,
-            )
+            inner = getattr(optimizer, "optimizer", optimizer)
+            self.stages = stage_options.make_stages(inputs, self.engine, inner, self.run, self._public)
             undone.callback(self.stages.close)
             if checkpoint is not None:
                 with loading(checkpoint):

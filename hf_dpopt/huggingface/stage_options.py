@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_dpopt.clipping import ClippingEngine
+from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.optim import NoiseAwareOptimizer
 from hf_dpopt.optim.stock_options import optimizer_from_arguments
 from hf_dpopt.plan.plan import PrivacyPlan
@@ -34,19 +34,14 @@ def optimizer_of(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]
 
 
 def make_stages(
-    args: Any,
-    model: nn.Module,
-    engine: ClippingEngine,
-    optimizer: torch.optim.Optimizer,
-    run: PrivateRun,
-    public: Public,
-    postprocess: Sequence[Postprocess],
+    inputs: TrainerInputs, engine: ClippingEngine, optimizer: torch.optim.Optimizer, run: PrivateRun, public: Public
 ) -> Stages:
     """The stages that are asked for; maps of the user's own come after those of the arguments.
 
     A filter is among the maps of the released gradient unless the optimizer has a place for it.
     """
-    low_pass, num_steps, chain = low_pass_of(args), run.plan.num_steps, list[Postprocess]()
+    args, num_steps = inputs.args, run.plan.num_steps
+    low_pass, chain = low_pass_of(args), list[Postprocess]()
     if low_pass is not None and not isinstance(optimizer, NoiseAwareOptimizer):
         chain.append(low_pass)
     if args.public_mirror_descent is not None:
@@ -56,10 +51,10 @@ def make_stages(
     average: IterateAverage | None = None
     match args.average_iterate:
         case "exponential":
-            average = IterateAverage(model, "exponential", decay=decay_over(num_steps))
+            average = IterateAverage(engine.model, "exponential", decay=decay_over(num_steps))
         case "uniform" | "tail":
-            average = IterateAverage(model, start=num_steps // 2 if args.average_iterate == "tail" else 0)
-    return Stages(run, engine, optimizer, [*chain, *postprocess], public=public(0), average=average)
+            average = IterateAverage(engine.model, start=num_steps // 2 if args.average_iterate == "tail" else 0)
+    return Stages(run, engine, optimizer, [*chain, *inputs.postprocess], public=public(0), average=average)
 
 
 def check_preclip(plan: PrivacyPlan, engine: ClippingEngine, public: Public) -> None:
