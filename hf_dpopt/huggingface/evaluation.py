@@ -23,6 +23,7 @@ from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, UnsupportedM
 from hf_dpopt.common.log import logger
 from hf_dpopt.common.sharding import give_back
 from hf_dpopt.huggingface.inputs import TrainerInputs
+from hf_dpopt.huggingface.loader import without_unused
 from hf_dpopt.huggingface.refusals.data import check_evaluation, check_is_no_stream
 from hf_dpopt.huggingface.shards import is_in_shards
 from hf_dpopt.huggingface.storage_faults import found_by, open_log
@@ -61,7 +62,7 @@ class EvaluationGuard:
         plan: plan of the run; None for a trainer that only evaluates.
         training: rows of the training set.
         place: moves a batch to the device.
-        without_unused: takes columns that are not used from a stored dataset.
+        remove: takes columns that are not used from a stored dataset.
 
     Attributes:
         run: the run in progress, whose log is open, or the last one; None before.
@@ -75,11 +76,10 @@ class EvaluationGuard:
         training: TrainingRows,
         *,
         place: Callable[[Any], Any],
-        without_unused: Callable[[Any], Any],
+        remove: Callable[..., Any],
     ):
         self._args, self._plan, self._training, self._sets = inputs.args, plan, training, inputs.eval_dataset
-        self._per_example_loss_func, self._place = inputs.per_example_loss_func, place
-        self._without_unused = without_unused
+        self._per_example_loss_func, self._place, self._remove = inputs.per_example_loss_func, place, remove
         self._held_out: tuple[Any, ...] = ()
         self._told = False
         self._seen: dict[str, list[Any]] = {}  # prefix -> sets that were evaluated under it
@@ -296,7 +296,7 @@ class EvaluationGuard:
             padding_id=padding_id_of(losses.model),
             place=self._place,
         )
-        return _Vectors(losses, scores, collation, self._without_unused(dataset))
+        return _Vectors(losses, scores, collation, without_unused(self._remove, "evaluation", dataset))
 
     def _try(self, vectors: _Vectors, start: KeptState) -> None:
         """Try the evaluation before it is charged: on the form of some records, and on made-up ones like them.

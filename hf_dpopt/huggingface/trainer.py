@@ -25,7 +25,7 @@ from hf_dpopt.huggingface.arguments import RefuseStockTraining
 from hf_dpopt.huggingface.checkpoints import Checkpoints, loading
 from hf_dpopt.huggingface.evaluation import EvaluationGuard
 from hf_dpopt.huggingface.inputs import TrainerInputs
-from hf_dpopt.huggingface.loader import TrainingRecords, prepared_as_training, without_unused
+from hf_dpopt.huggingface.loader import TrainingRecords, prepared_as_training
 from hf_dpopt.huggingface.planning import plan_run, to_train
 from hf_dpopt.huggingface.preemption import Preemption
 from hf_dpopt.huggingface.refusals import check_inputs
@@ -139,13 +139,8 @@ class DPTrainerMixin(_Trainer):
         if self._planned is not None:
             self._planned.check_records(made)
         self._lengths = TokenizerLengths(self.processing_class, self.data_collator)
-        self._evaluation = EvaluationGuard(
-            made,
-            self.plan,
-            training,
-            place=self._prepare_inputs,
-            without_unused=functools.partial(without_unused, self._remove_unused_columns, "evaluation"),
-        )
+        place, remove = self._prepare_inputs, self._remove_unused_columns
+        self._evaluation = EvaluationGuard(made, self.plan, training, place=place, remove=remove)
 
     # --- what a trainer has besides its hooks ------------------------------------------------------------------------
 
