@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, UnsupportedM
 from hf_dpopt.common.log import logger
 from hf_dpopt.common.sharding import give_back
 from hf_dpopt.huggingface.inputs import TrainerInputs
-from hf_dpopt.huggingface.loader import without_unused
+from hf_dpopt.huggingface.loader import Place, Remove, without_unused
 from hf_dpopt.huggingface.refusals.data import check_evaluation, check_is_no_stream
 from hf_dpopt.huggingface.shards import is_in_shards
 from hf_dpopt.huggingface.storage_faults import found_by, open_log
@@ -70,13 +70,7 @@ class EvaluationGuard:
     """
 
     def __init__(
-        self,
-        inputs: TrainerInputs,
-        plan: PrivacyPlan | None,
-        training: TrainingRows,
-        *,
-        place: Callable[[Any], Any],
-        remove: Callable[..., Any],
+        self, inputs: TrainerInputs, plan: PrivacyPlan | None, training: TrainingRows, *, remove: Remove, place: Place
     ):
         self._args, self._plan, self._training, self._sets = inputs.args, plan, training, inputs.eval_dataset
         self._per_example_loss_func, self._place, self._remove = inputs.per_example_loss_func, place, remove

@@ -6,7 +6,6 @@ cut and collated inside the step.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -31,8 +30,10 @@ from hf_dpopt.run.batches import Choose, LogicalBatch, LogicalBatchSampler, Reco
 from hf_dpopt.run.kept_state import changed_by_a_forward, kept_buffers
 from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.self_check.conditions import in_mode
-from hf_dpopt.users import UserData
 from hf_dpopt.users.user_batches import of_rows
+
+Remove = Callable[..., Any]  # the Trainer's own way to take columns that a model does not read from a stored dataset
+Place = Callable[[Any], Any]  # moves a batch to the device
 
 TRIED = 16  # records that are collated
 RUN = 8  # of them, that go through the model
@@ -103,7 +104,7 @@ def has_columns(dataset: Any) -> bool:
     return hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns")
 
 
-def without_unused(remove: Callable[..., Any], what: str, dataset: Any) -> Any:
+def without_unused(remove: Remove, what: str, dataset: Any) -> Any:
     """A dataset without columns that the model does not read.
 
     Args:
@@ -136,49 +137,32 @@ def prepared_as_training(trainer: Any, dataset: Any) -> Any:
         ) from error
 
 
-@dataclasses.dataclass(frozen=True)
 class TrainingRecords:
-    """Training records, as the collator and the model may see them.
+    """Training records, as the collator and the model may see them: without what the Trainer would take out.
 
     Args:
-        dataset: the training set, without the columns that the Trainer removes from a stored one.
+        inputs: what the trainer was given, and made of it.
+        planned: plan of the run.
+        columns: that the model reads.
+        remove: takes the others from a stored dataset.
+        place: moves a batch to the device.
+
+    Attributes:
+        dataset: the training set, without the columns that are removed from a stored one.
         collator: the Trainer's.
         columns: names that the collator may see of a record; None for all of them.
         users: users whose rows the records are; None where records are protected.
         public: public records, likewise; None for none.
-        place: moves a batch to the device.
     """
 
-    dataset: Any
-    collator: Any
-    columns: Collection[str] | None
-    users: UserData | None
-    public: Any
-    place: Callable[[Any], Any]
-
-    @classmethod
-    def of(
-        cls,
-        inputs: TrainerInputs,
-        planned: PlannedRun,
-        columns: Collection[str],
-        *,
-        remove: Callable[..., Any],
-        place: Callable[[Any], Any],
-    ) -> TrainingRecords:
-        """Take out of the records what the Trainer would take out.
-
-        Args:
-            inputs: what the trainer was given, and made of it.
-            planned: plan of the run.
-            columns: that the model reads.
-            remove: takes the others from a stored dataset.
-            place: moves a batch to the device.
-        """
-        dataset = without_unused(remove, "training", inputs.train_dataset)
-        public = without_unused(remove, "public", inputs.public_dataset)
-        sees_all = has_columns(dataset) or not inputs.args.remove_unused_columns
-        return cls(dataset, inputs.data_collator, None if sees_all else columns, planned.users, public, place)
+    def __init__(
+        self, inputs: TrainerInputs, planned: PlannedRun, columns: Collection[str], *, remove: Remove, place: Place
+    ):
+        self.dataset = without_unused(remove, "training", inputs.train_dataset)
+        self.public = without_unused(remove, "public", inputs.public_dataset)
+        sees_all = has_columns(self.dataset) or not inputs.args.remove_unused_columns
+        self.columns = None if sees_all else columns
+        self.collator, self.users, self.place = inputs.data_collator, planned.users, place
 
     def loader(self, args: TrainingArguments, steps_per_epoch: int, run: Callable[[], PrivateRun]) -> DataLoader:
         """A loader of logical batches; the run that draws them is there when it is asked for the first."""

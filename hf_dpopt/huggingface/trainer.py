@@ -249,7 +249,7 @@ class DPTrainerMixin(_Trainer):
         planned.check_records(made)
         self._set_signature_columns_if_needed()
         columns, remove = self._signature_columns or (), self._remove_unused_columns
-        self._records = TrainingRecords.of(made, planned, columns, remove=remove, place=self._prepare_inputs)
+        self._records = TrainingRecords(made, planned, columns, remove=remove, place=self._prepare_inputs)
         return self._records.loader(self.args, planned.plan.sampler.steps_per_epoch, lambda: self._training.run)
 
     def num_examples(self, dataloader: DataLoader) -> int:
