@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,31 +204,22 @@ def _check_pairs(dataset: Any, name: str) -> Iterator[Refusal]:
 
 
 @refuses
-def _check_given(
-    trainer: type,
-    config: type,
-    args: Any,
-    model: Any,
-    positional: Sequence[Any],
-    options: Mapping[str, Any],
-    ref_model: Any = None,
-) -> Iterator[Refusal]:
+def _check_given(trainer: type, config: type, given: Mapping[str, Any]) -> Iterator[Refusal]:
     """Refusals for arguments of a trainer of pairs, before anything else looks at them."""
-    names = ("data_collator", "train_dataset", "eval_dataset", "processing_class")
-    given = {**dict(zip(names, positional, strict=False)), **options}
-    name, got = trainer.__name__, "no args" if args is None else type(args).__name__
+    args, model, name = given.get("args"), given.get("model"), trainer.__name__
+    got = "no args" if args is None else type(args).__name__
     yield (
-        isinstance(ref_model, TrainingArguments),
+        isinstance(given.get("ref_model"), TrainingArguments),
         f"{name}: the second argument by place is ref_model, as in TRL. Give args by name: {name}(model, args=args).",
     )
     yield not isinstance(args, config), f"{name} got {got}. Use hf_dpopt.{config.__name__}, and set target_epsilon."
     yield (
-        "per_example_loss_func" in options,
+        "per_example_loss_func" in given,
         f"per_example_loss_func: {name} has a loss of its own, which its arguments choose. Leave "
         "per_example_loss_func out, or use DPTrainer.",
     )
     yield (
-        "model_init" in options,
+        "model_init" in given,
         f"model_init: {name} takes a model, as TRL's trainers do. Pass model=.",
     )
     is_found = isinstance(model, str) or getattr(getattr(model, "config", None), "_name_or_path", None) != ""
@@ -344,9 +335,9 @@ class DPDPOTrainer(_PairTrainer, DPOTrainer):
     """
 
     def __init__(self, model: Any = None, ref_model: Any = None, args: Any = None, *positional: Any, **options: Any):
-        _check_given(type(self), DPDPOConfig, args, model, positional, options, ref_model)
-        loss = PreferenceLoss(args)
         by_name = inspect.signature(DPOTrainer).bind_partial(model, ref_model, args, *positional).arguments
+        _check_given(type(self), DPDPOConfig, by_name | options)
+        loss = PreferenceLoss(args)
         super().__init__(**by_name, per_example_loss_func=loss, **options)
         # without a reference of its own the hash is that of the model with its adapter, which starts at random
         if not (ref_model is None and hasattr(self.model, "peft_config")):
@@ -402,5 +393,6 @@ class DPRewardTrainer(_PairTrainer, RewardTrainer):
     """
 
     def __init__(self, model: Any = None, args: Any = None, *positional: Any, **options: Any):
-        _check_given(type(self), DPRewardConfig, args, model, positional, options)
-        super().__init__(model, args, *positional, per_example_loss_func=RewardLoss(args), **options)
+        by_name = inspect.signature(RewardTrainer).bind_partial(model, args, *positional).arguments
+        _check_given(type(self), DPRewardConfig, by_name | options)
+        super().__init__(**by_name, per_example_loss_func=RewardLoss(args), **options)
