@@ -26,6 +26,7 @@ from hf_dpopt.common.extras import missing
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.refusals.data import check_left
+from hf_dpopt.huggingface.refusals.trainer_class import OFFLOADING
 from hf_dpopt.huggingface.trainer import DPTrainerMixin
 from hf_dpopt.records.losses import answer_log_probabilities
 from hf_dpopt.self_check.conditions import in_mode
@@ -234,11 +235,7 @@ def _check_given(trainer: type, config: type, given: Mapping[str, Any]) -> Itera
 def check_pair_options(inputs: TrainerInputs) -> Iterator[Refusal]:
     """Refusals for losses of pairs: what mixes records, and what is not implemented for pairs."""
     args: Any = inputs.args
-    yield (
-        args.activation_offloading,
-        "`activation_offloading` keeps layers' inputs where the capture of per-record gradients does not see them. "
-        "Set activation_offloading=False; use gradient_checkpointing.",
-    )
+    yield args.activation_offloading, OFFLOADING
     yield (
         args.eval_data_privacy == "private",
         "eval_data_privacy='private' measures losses of single texts, and the records are pairs. Evaluate on public "

@@ -28,6 +28,10 @@ OTHER_TRL = (
     "computes a loss of the whole batch.",
     "Of TRL's trainers three can be private: DPSFTTrainer, DPDPOTrainer and DPRewardTrainer.",
 )
+OFFLOADING = (  # of activations, by TRL
+    "`activation_offloading` keeps layers' inputs where the capture of per-record gradients does not see them. "
+    "Set activation_offloading=False; use gradient_checkpointing."
+)
 
 
 def check_arguments_given(args: Any, trainer_class: type) -> None:
@@ -103,11 +107,7 @@ def _check_sft(args: Any) -> Iterator[Refusal]:
         "`packing` and `padding_free` put several records into one row, where they would be clipped as one. Set "
         "packing=False and padding_free=False.",
     )
-    yield (
-        args.activation_offloading,
-        "`activation_offloading` keeps layers' inputs where the capture of per-record gradients does not see them. "
-        "Set activation_offloading=False; use gradient_checkpointing.",
-    )
+    yield args.activation_offloading, OFFLOADING
 
 
 HOOK_POINTS = (
