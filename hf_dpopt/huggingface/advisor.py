@@ -6,7 +6,6 @@ model do). A resumed run keeps the options that it began with.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -96,12 +95,6 @@ class Advised:
     chosen: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     recorded: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     advice: Advice | None = None
-
-    def applied_to(self, args: DPTrainingArguments) -> DPTrainingArguments:
-        """Copy arguments, and set what was chosen."""
-        changed = copy.copy(args)
-        self.apply(changed)
-        return changed
 
     def apply(self, args: DPTrainingArguments) -> None:
         """Set what was chosen, and remember that nobody typed it: the next trainer may choose anew."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -107,20 +108,14 @@ def plan_run(inputs: TrainerInputs, ranks: Ranks) -> PlannedRun | None:
     Raises:
         DPConfigError: for what cannot be planned, naming the option.
     """
-    args, expected = inputs.args, batch_asked_for(inputs.args)
+    args, typed = inputs.args, typed_batch(inputs.args)
+    product = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    expected = product if typed is None else typed  # where the advisor chooses none
     planned = None if inputs.train_dataset is None else _plan_run(inputs, ranks, expected)
     args.expected_batch_size = args.expected_batch_size or expected
     args.gradient_accumulation_steps = 1
     args.average_tokens_across_devices = False  # a token count over the batch would couple the records
     return planned
-
-
-def batch_asked_for(args: DPTrainingArguments) -> int:
-    """The logical batch where the advisor chooses none, records."""
-    typed = typed_batch(args)
-    if typed is not None:
-        return typed
-    return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
 
 
 def check_rows(inputs: TrainerInputs) -> None:
@@ -168,7 +163,8 @@ def _plan_run(inputs: TrainerInputs, ranks: Ranks, expected: int) -> PlannedRun:
         return recorded, ask_advisor(inputs, num_units=num_examples, batch=expected, recorded=before)
 
     recorded, advised = ranks.same(chosen)
-    settled = advised.applied_to(args)  # args themselves change once there is a plan
+    settled = copy.copy(args)  # args themselves change once there is a plan
+    advised.apply(settled)
     check_batch(settled, expected, num_examples)
     expected = settled.expected_batch_size or expected
     config = settled.privacy_config(expected)
