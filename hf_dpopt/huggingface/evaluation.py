@@ -35,7 +35,7 @@ from hf_dpopt.records.collation import Collation, row_of
 from hf_dpopt.records.limits import Limits, padding_id_of
 from hf_dpopt.records.losses import RecordLosses, num_records, problem_type
 from hf_dpopt.records.overlap import TrainingRows
-from hf_dpopt.records.rows import is_environment, read_rows, spread
+from hf_dpopt.records.rows import SuppressRecordErrors, read_rows, spread
 from hf_dpopt.records.scores import Scores, usual_bound
 from hf_dpopt.run.kept_state import KeptState, refuse_spoilt
 from hf_dpopt.run.ledger import Evaluation, Ledger
@@ -384,14 +384,10 @@ class _Vectors:
     def of_record(self, i: int) -> torch.Tensor:
         """The vector of a record, (K,); zeros if it cannot be collated or computed, without a message."""
         batch = self.batch_of(i)
-        if batch is None:
-            return self.scores.nothing()
-        try:
-            return self.of_batch(batch)
-        except BaseException as error:
-            if is_environment(error):
-                raise
-            return self.scores.nothing()
+        if batch is not None:
+            with SuppressRecordErrors():
+                return self.of_batch(batch)
+        return self.scores.nothing()
 
     def of_batch(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """The vector of a batch of one record, (K,)."""

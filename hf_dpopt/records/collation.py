@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.records.limits import Limits, is_flat, num_entries
 from hf_dpopt.records.losses import IGNORED, num_records
-from hf_dpopt.records.rows import is_environment
+from hf_dpopt.records.rows import SuppressRecordErrors
 
 Batch = dict[str, Any]
 Collator = Callable[[list[Any]], Any]
@@ -141,12 +141,9 @@ class Collation:
         """
         if not self.sees_batches or not isinstance(record, Mapping):
             return None
-        try:
+        with SuppressRecordErrors():  # collated alone, where what is wrong with it reaches no other record
             return None if self._masks_its_ends(record) else _types(record)
-        except BaseException as error:  # collated alone, where what is wrong with it reaches no other record
-            if is_environment(error):
-                raise
-            return None
+        return None
 
     def _masks_its_ends(self, record: Mapping[str, Any]) -> bool:
         """Whether a record masks its first token, or a last one that is not padding."""
@@ -165,12 +162,9 @@ class Collation:
         return None if self.limits.misfit(record) or self.limits.is_empty(record) else record
 
     def _fitted_or_none(self, record: Any) -> Any:
-        try:
+        with SuppressRecordErrors():
             return self.fitted(record)
-        except BaseException as error:
-            if is_environment(error):
-                raise
-            return None
+        return None
 
     def row(self, record: Any) -> Batch:
         """The row of one fitted record, on the CPU.
@@ -192,26 +186,20 @@ class Collation:
 
     def _together(self, usable: list[tuple[int, Any]]) -> Part | None:
         """One batch of all records, made by the collator; None if it fails or the rows must be examined one by one."""
-        try:
+        with SuppressRecordErrors():  # of one record of the batch, which the others must not suffer from
             batch = dict(self.collate([record for _, record in usable]))
             is_whole = num_records(batch) == len(usable) and not _mixes_by_padding(batch, usable)
-            is_whole = is_whole and self._fits(batch)
-        except BaseException as error:  # one record of the batch, which the others must not suffer from
-            if is_environment(error):
-                raise
-            return None
-        return Part(batch, tuple(i for i, _ in usable)) if is_whole else None
+            if is_whole and self._fits(batch):
+                return Part(batch, tuple(i for i, _ in usable))
+        return None
 
     def _one_by_one(self, usable: list[tuple[int, Any]]) -> list[Part]:
         rows = []
         for i, record in usable:
-            try:
+            with SuppressRecordErrors():
                 row = self.cut_padding(self.row(record))
                 if not self.limits.lacks_targets(row):  # which does not show in a batch
                     rows.append((i, row))
-            except BaseException as error:
-                if is_environment(error):
-                    raise
         if (parts := self._join(rows)) is not None:
             return parts
         return list(join_rows([row for row in rows if self._join([row]) is not None], self.padding_id))
@@ -221,13 +209,10 @@ class Collation:
 
         Formal guarantee: where rows fit together, each fits alone. Padding adds values to a row and takes none away.
         """
-        try:
+        with SuppressRecordErrors():
             parts = list(join_rows(rows, self.padding_id))
             return parts if all(self._fits(part.batch) for part in parts) else None
-        except BaseException as error:
-            if is_environment(error):
-                raise
-            return None
+        return None
 
     def _fits(self, batch: Batch) -> bool:
         return not self.limits.is_too_wide(batch) and not bool(self.limits.failing(batch).any())

@@ -32,6 +32,19 @@ def is_environment(error: BaseException) -> bool:
     return isinstance(error, kinds)
 
 
+class SuppressRecordErrors:
+    """Suppress errors of records inside a `with`, so that they tell nothing; those of the machine pass.
+
+    A record that fails is left out by what comes after the context. Panics of tokenizers are no `Exception`.
+    """
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        return error is not None and not is_environment(error)
+
+
 def is_stored(dataset: Any) -> bool:
     """Whether rows are read from Arrow columns as they are, without a transform at reading time."""
     kind = type(dataset)
@@ -49,12 +62,9 @@ def read_rows(dataset: Any, indices: Sequence[int]) -> list[list[Any]]:
     if not indices:
         return []
     if is_stored(dataset):
-        try:
+        rows: list[Any] = []
+        with SuppressRecordErrors():  # a picture that cannot be decoded, beside others that can
             rows = dataset.__getitems__(list(indices))
-        except BaseException as error:  # a picture that cannot be decoded, beside others that can
-            if is_environment(error):
-                raise
-            rows = []
         if len(rows) == len(indices):
             return [[row] for row in rows]
     return [_read(dataset, index) for index in indices]
@@ -71,12 +81,9 @@ def read_one(dataset: Any, index: int) -> list[Any]:
 
 
 def _read(dataset: Any, index: int) -> list[Any]:
-    try:
+    with SuppressRecordErrors():  # a run that stopped here would tell that the record was drawn
         return read_one(dataset, index)
-    except BaseException as error:  # panics of tokenizers are no Exception
-        if is_environment(error):
-            raise
-        return []  # a run that stopped here would tell that the record was drawn
+    return []
 
 
 def spread(num_records: int, at_most: int) -> list[int]:
