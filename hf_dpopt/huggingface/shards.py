@@ -81,24 +81,23 @@ def average_no_gradients(accelerator: Any) -> None:
 
 
 class _WholeState:
-    """An optimizer of parameters in shards, whose state in a file has none; on every rank of the run together."""
+    """An optimizer of parameters in shards, whose state in a file has none; on every rank of the run together.
 
-    def __init__(self, optimizer: Any):
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._optimizer, self._like = optimizer, next(filter(is_sharded, parameters), None)
-        self._state: Any = None
+    Args:
+        optimizer: the one that the state is of.
+        whole: its state without shards, on the rank that writes it; None where it is read.
+    """
 
-    def gather(self, *, keeps: bool) -> None:
-        """Make the state whole, all ranks together, before the one that `keeps` it asks for it."""
-        self._state = gathered(self._optimizer.state_dict(), keeps=keeps)
+    def __init__(self, optimizer: Any, whole: Any):
+        self._optimizer, self._whole = optimizer, whole
 
     def state_dict(self) -> Any:
-        return self._state
+        return self._whole
 
     def load_state_dict(self, state: Any) -> None:
-        if self._like is not None:
-            state = scattered(state, self._like)
-        self._optimizer.load_state_dict(state)
+        parameters = (p for group in self._optimizer.param_groups for p in group["params"])
+        like = next(filter(is_sharded, parameters), None)
+        self._optimizer.load_state_dict(state if like is None else scattered(state, like))
 
 
 @contextlib.contextmanager
@@ -115,10 +114,8 @@ def optimizer_in_files(trainer: Trainer, folder: str | None, *, saves: bool) -> 
         yield
         return
     is_accelerates = trainer.is_fsdp_enabled
-    stand_in = _WholeState(optimizer)
-    if saves:
-        stand_in.gather(keeps=trainer.args.should_save)
-    trainer.optimizer, trainer.is_fsdp_enabled = cast(Any, stand_in), False
+    whole = gathered(optimizer.state_dict(), keeps=trainer.args.should_save) if saves else None
+    trainer.optimizer, trainer.is_fsdp_enabled = cast(Any, _WholeState(optimizer, whole)), False
     try:
         yield
     finally:
