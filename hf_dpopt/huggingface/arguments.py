@@ -165,20 +165,16 @@ class DPTrainingArguments(RunOptions, TrainingArguments):
         return made
 
 
-def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
+def without_secrets(value: Any) -> Any:
     """Return arguments with a placeholder, `<NAME>`, for each token, key and private place, at any depth."""
+    if not isinstance(value, Mapping):
+        return type(value)(map(without_secrets, value)) if type(value) in (list, tuple) else value
     return {
         name: f"<{str(name).upper()}>"
-        if is_secret(name) and not isinstance(value, Mapping | None)
-        else _cleaned(value)
-        for name, value in values.items()
+        if is_secret(name) and not isinstance(inner, Mapping | None)
+        else without_secrets(inner)
+        for name, inner in value.items()
     }
-
-
-def _cleaned(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return without_secrets(value)
-    return type(value)(map(_cleaned, value)) if type(value) in (list, tuple) else value
 
 
 def is_secret(name: Any) -> bool:
