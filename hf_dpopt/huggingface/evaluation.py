@@ -240,13 +240,8 @@ class EvaluationGuard:
             total = torch.tensor(sums, dtype=torch.float64).sum(dim=0)
             known = ranks.same(lambda: self._release(total, scores, budget, len(dataset)))
             ranks.same(lambda: self._note_answer(charged, known))
-        spent = ranks.same(self._spent)
+        spent = ranks.same(lambda: self.facts["epsilon_spent"])
         return {f"{prefix}_{name}": value for name, value in {**known, "epsilon": spent}.items()}
-
-    def _spent(self) -> float:
-        known = self._known()
-        assert known is not None and self.budget is not None
-        return self.budget.spent(known.evaluations.values())
 
     def _name_of(self, dataset: Any, prefix: str) -> str:
         """Name of a set in the ledger: one of several has its own, and another under the same prefix a number."""

@@ -109,7 +109,7 @@ def optimizer_in_files(trainer: Trainer, folder: str | None, *, saves: bool) -> 
         folder: folder of the checkpoint; None where there is none to read.
         saves: whether its state is written, in which all ranks take part; else it is read.
     """
-    model, optimizer = trainer.model, trainer.optimizer
+    model, optimizer = trainer.model, cast(Any, trainer.optimizer)
     if model is None or not is_in_shards(model) or folder is None:
         yield
         return
