@@ -100,8 +100,6 @@ class DPTrainingArguments(RunOptions, TrainingArguments):
                 "holds the user ids: --user_id_column author."
             )
         values = {name: getattr(self, name) for name in names}
-        for name in ("noise_kwargs", "preconditioner_kwargs", "private_metrics_kwargs"):
-            values[name] = values[name] or {}
         if self.privacy_unit == "user" and self.records_per_user is None:
             values["records_per_user"] = RECORDS_PER_USER
         return PrivacyConfig(expected_batch_size=expected_batch_size, **values)

@@ -82,10 +82,6 @@ def _step_sizes(args: TrainingArguments, num_steps: int) -> list[float] | None:
             sizes.append(float(unused.param_groups[0]["lr"]))
             unused.step()
             schedule.step()
-    except (
-        TypeError,
-        ValueError,
-        ArithmeticError,
-    ):  # ReduceLROnPlateau and its like, or options that the Trainer will refuse
-        return None
+    except (TypeError, ValueError, ArithmeticError):
+        return None  # ReduceLROnPlateau and its like, or options that the Trainer will refuse
     return None if min(sizes) == max(sizes) or max(sizes) <= 0 or min(sizes) < 0 else sizes

@@ -47,11 +47,7 @@ class Command:
         dataset: DatasetBudget | None = None,
     ):
         self.words, self.metric = list(words), metric
-        self._set: dict[str, Any] = {
-            "target_epsilon": target_epsilon,
-            "tuned_runs": law.mean,
-        }
-        self._set |= {"report_to": "none"}
+        self._set: dict[str, Any] = {"target_epsilon": target_epsilon, "tuned_runs": law.mean, "report_to": "none"}
         if dataset is not None:
             self._set |= {"privacy_ledger": os.path.abspath(dataset.path)}
             self._set |= {} if dataset.epsilon is None else {"privacy_ledger_epsilon": dataset.epsilon}
