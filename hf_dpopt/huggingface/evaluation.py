@@ -233,7 +233,8 @@ class EvaluationGuard:
         if known is None:
             self._announce(budget, scores, len(dataset))
             with self._evaluating(model) as start:
-                vectors = self._vectors(losses, scores, dataset, collator)
+                rows = without_unused(self._remove, "evaluation", dataset)
+                vectors = _Vectors(losses, scores, rows, collator, self._place)
                 ranks.every(lambda: self._try(vectors, start))
                 charged = ranks.same(lambda: self._charge(budget, query))
                 sums = ranks.every(lambda: self._sum(vectors, start).tolist())
@@ -277,15 +278,6 @@ class EvaluationGuard:
             f"{budget.num_planned} evaluations, noise multiplier {budget.noise_multiplier:.4g}. Every metric has noise"
             f"{accuracy if scores.num_labels else ''}: differences of that size say nothing."
         )
-
-    def _vectors(self, losses: RecordLosses, scores: Scores, dataset: Any, collator: Any) -> _Vectors:
-        collation = Collation(
-            collator,
-            limits=Limits.of(losses.model, losses.kind),
-            padding_id=padding_id_of(losses.model),
-            place=self._place,
-        )
-        return _Vectors(losses, scores, collation, without_unused(self._remove, "evaluation", dataset))
 
     def _try(self, vectors: _Vectors, start: KeptState) -> None:
         """Try the evaluation before it is charged: on the form of some records, and on made-up ones like them.
@@ -355,21 +347,21 @@ class EvaluationGuard:
         return scores.read(released, size if budget.knows_size else None)
 
 
-@dataclasses.dataclass(frozen=True)
 class _Vectors:
     """Vectors of the single records of a set, of which an evaluation is the sum.
 
     Args:
         losses: losses of the model.
         scores: make a vector of a loss and of logits.
-        collation: makes a batch of one record.
         rows: the set, without columns that are not used.
+        collator: the Trainer's.
+        place: moves a batch to the device.
     """
 
-    losses: RecordLosses
-    scores: Scores
-    collation: Collation
-    rows: Any
+    def __init__(self, losses: RecordLosses, scores: Scores, rows: Any, collator: Any, place: Place):
+        self.losses, self.scores, self.rows = losses, scores, rows
+        limits, padding_id = Limits.of(losses.model, losses.kind), padding_id_of(losses.model)
+        self.collation = Collation(collator, limits=limits, padding_id=padding_id, place=place)
 
     def batch_of(self, i: int) -> Mapping[str, Any] | None:
         """Batch of one record; of several rows of an index the first. None for a record that cannot be collated."""

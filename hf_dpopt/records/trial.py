@@ -159,9 +159,8 @@ def _compare(collation: Collation, a: Any, b: Any) -> None:
             "Every record that is padded would be left out of its step, for the padding token or the width does "
             f"not fit the model: {outside}"
         )
-    masked = (
-        {"input_ids", "labels"} if getattr(collation.collate, "mlm", False) else set()
-    )  # drawn, if not always seen
+    # masks of tokens are drawn, though two draws may be alike
+    masked = {"input_ids", "labels"} if getattr(collation.collate, "mlm", False) else set()
     drawn = masked | {key for key in together if not _same(together[key], again[key])}
     for place, alone in enumerate(rows):
         # decoder inputs are labels that were padded and then shifted; the labels are compared
