@@ -22,17 +22,7 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.storage_faults import found_by, open_log
-from hf_dpopt.run.checkpoint import (
-    NEEDED,
-    STATE,
-    UNFINISHED,
-    Checkpoint,
-    clean,
-    examine,
-    last_whole,
-    refuse,
-    write_manifest,
-)
+from hf_dpopt.run import checkpoint
 from hf_dpopt.run.journal import JOURNAL
 from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.run.run_log import Found
@@ -78,7 +68,7 @@ class Checkpoints:
             DPConfigError: if the ledger was taken from under the run, or the filesystem cannot rename folders.
         """
         place = Path(output_dir) / f"checkpoint-{state.global_step}"
-        unfinished, was_there, self._pushes = place.parent / UNFINISHED, place.exists(), []
+        unfinished, was_there, self._pushes = place.parent / checkpoint.UNFINISHED, place.exists(), []
         if self._args.should_save:
             make_folder(unfinished)
             remove(unfinished / place.name)  # of a save that failed in this process
@@ -123,7 +113,7 @@ class Checkpoints:
             for path in place.iterdir():
                 if not (made / path.name).exists():
                     path.rename(made / path.name)
-        write_manifest(made, *standing)
+        checkpoint.write_manifest(made, *standing)
         move_into_place(made, place)
 
     def _remove_older(self, unfinished: Path, place: Path, state: TrainerState, *, is_extra: bool) -> None:
@@ -134,7 +124,7 @@ class Checkpoints:
     def drop_extra(self) -> None:
         """Remove the checkpoint that was there for the journal alone: the training has ended."""
         if self._extra is not None and self._args.should_save:
-            _delete([self._extra], self._extra.parent / UNFINISHED)
+            _delete([self._extra], self._extra.parent / checkpoint.UNFINISHED)
         self._extra = None
 
     # --- going on ---
@@ -174,9 +164,9 @@ class Checkpoints:
         state.best_model_checkpoint = str(best)
 
         def check() -> None:
-            found = examine(best, run.ledger)
+            found = checkpoint.examine(best, run.ledger)
             if not found.is_whole:
-                raise refuse(found)
+                raise checkpoint.refuse(found)
 
         run.ranks.same(check)
         _check_seen_by_all(best)
@@ -185,13 +175,13 @@ class Checkpoints:
         """Choose as `choose`, on rank 0."""
         output_dir = self._output_dir
         if self._args.save_strategy != "no":
-            check_renames(output_dir / UNFINISHED)
+            check_renames(output_dir / checkpoint.UNFINISHED)
         if asked is None or asked is False:
             return None, False
         known = found_by(self._args)
         if known.known is not None:  # finish or remove what a killed run left, under its locks
             with open_log(self._args) as log:
-                clean(output_dir, log.state)
+                checkpoint.clean(output_dir, log.state)
             known = found_by(self._args)
         if asked is True:
             newest = self._newest(output_dir, known)
@@ -199,16 +189,16 @@ class Checkpoints:
                 return None, True
             found = newest
         else:
-            found = examine(Path(str(asked)), known.known, needed=NEEDED)
+            found = checkpoint.examine(Path(str(asked)), known.known, needed=checkpoint.NEEDED)
             if not found.is_whole:
-                raise refuse(found)
+                raise checkpoint.refuse(found)
         with loading(str(found.folder)):
-            TrainerState.load_from_json(str(found.folder / STATE))
+            TrainerState.load_from_json(str(found.folder / checkpoint.STATE))
         return str(found.folder), False
 
-    def _newest(self, output_dir: Path, known: Found) -> Checkpoint | None:
+    def _newest(self, output_dir: Path, known: Found) -> checkpoint.Checkpoint | None:
         """The last whole checkpoint, None if none is needed; say which ones after it are skipped, and why."""
-        last, skipped = last_whole(output_dir, known.known)
+        last, skipped = checkpoint.last_whole(output_dir, known.known)
         if last is None:
             torn = "".join(f" {one.folder.name}: {'; '.join(one.reasons)}." for one in skipped)
             if skipped and not (output_dir / JOURNAL).is_dir():  # which may lead on from the initial weights

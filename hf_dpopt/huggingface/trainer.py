@@ -20,7 +20,7 @@ from hf_dpopt.common.disk_faults import naming
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.common.log import is_secret_key, logger
 from hf_dpopt.common.sharding import give_back
-from hf_dpopt.huggingface import stage_options
+from hf_dpopt.huggingface import shards, stage_options
 from hf_dpopt.huggingface.arguments import RefuseStockTraining
 from hf_dpopt.huggingface.checkpoints import Checkpoints, loading
 from hf_dpopt.huggingface.evaluation import EvaluationGuard
@@ -34,14 +34,6 @@ from hf_dpopt.huggingface.refusals.trainer_class import check_arguments_given, c
 from hf_dpopt.huggingface.refusals.training_arguments import check_accelerator, check_accumulation
 from hf_dpopt.huggingface.release_guard import ReleaseGuard, TokenizerLengths
 from hf_dpopt.huggingface.session import TrainingSession
-from hf_dpopt.huggingface.shards import (
-    average_no_gradients,
-    is_in_shards,
-    load_weights,
-    optimizer_in_files,
-    whole_state,
-    write_whole_models,
-)
 from hf_dpopt.huggingface.storage_faults import explains_storage_faults
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess import Postprocess
@@ -206,8 +198,8 @@ class DPTrainerMixin(_Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         check_accelerator(self.accelerator)
-        write_whole_models(self.accelerator)
-        average_no_gradients(self.accelerator)
+        shards.write_whole_models(self.accelerator)
+        shards.average_no_gradients(self.accelerator)
 
     @explains_storage_faults
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -326,20 +318,20 @@ class DPTrainerMixin(_Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         give_back(self.model)
-        with optimizer_in_files(self, output_dir, saves=True):
+        with shards.optimizer_in_files(self, output_dir, saves=True):
             super()._save_optimizer_and_scheduler(output_dir)
-        if self.args.should_save or is_in_shards(self.model):
+        if self.args.should_save or shards.is_in_shards(self.model):
             self._training.stages.save(output_dir, writes=self.args.should_save)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with loading(checkpoint), optimizer_in_files(self, checkpoint, saves=False):
+        with loading(checkpoint), shards.optimizer_in_files(self, checkpoint, saves=False):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         model = self.model if model is None else model
         with loading(resume_from_checkpoint):
-            if is_in_shards(model):
-                load_weights(model, resume_from_checkpoint)
+            if shards.is_in_shards(model):
+                shards.load_weights(model, resume_from_checkpoint)
             else:
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -360,7 +352,7 @@ class DPTrainerMixin(_Trainer):
         folder = Path(output_dir or self.args.output_dir)
         give_back(self.model)
         with self._release.writing(folder), self._lengths.saved():
-            super()._save(output_dir, state_dict=whole_state(state_dict, keeps=self.args.should_save))
+            super()._save(output_dir, state_dict=shards.whole_state(state_dict, keeps=self.args.should_save))
         self._release.note_saved(folder)
 
     @explains_storage_faults
