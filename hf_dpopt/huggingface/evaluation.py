@@ -154,12 +154,10 @@ class EvaluationGuard:
         open_one = None if self.run is None else self.run.ledger
         return found_by(self._args).known if open_one is None else open_one
 
-    @contextlib.contextmanager
-    def _log(self) -> Iterator[RunLog]:
+    def _log(self) -> contextlib.AbstractContextManager[RunLog]:
         """The log of the run: that of the training in progress, or opened for this."""
         open_one = None if self.run is None else self.run.log
-        with open_log(self._args) if open_one is None else contextlib.nullcontext(open_one) as log:
-            yield log
+        return open_log(self._args) if open_one is None else contextlib.nullcontext(open_one)
 
     def _charge(self, budget: EvaluationBudget, query: Mapping[str, Any]) -> str:
         """Charge an evaluation, on the disk; return its id.
