@@ -61,7 +61,10 @@ class LogicalBatch:
         self.records, self.step = records, step
 
     def physical(self, size: int, collate: Collation | Collator, tokens: int | None = None) -> Iterator[Any]:
-        """Collated batches of records of similar length: the sum does not care about the order.
+        """Yield collated batches of records of similar length: the sum does not care about the order.
+
+        The longest come first: what does not fit is found at once, and shorter batches reuse the memory of longer
+        ones.
 
         Args:
             size: most records of a batch; >= 1.
@@ -69,32 +72,18 @@ class LogicalBatch:
             tokens: most tokens of a batch of several records, padding included; it may then hold more than `size`
                 records, but no larger tensor than that of `size` records before. None for no limit.
         """
-        return physical_batches(self.records, size, collate, tokens=tokens)
-
-
-def physical_batches(
-    records: list[Any], size: int, collate: Collation | Collator, *, tokens: int | None = None
-) -> Iterator[Any]:
-    """Yield collated batches of records of similar length.
-
-    The longest come first: what does not fit is found at once, and shorter batches reuse the memory of longer ones.
-
-    Args:
-        records: records of one logical batch.
-        size, collate, tokens: see `LogicalBatch.physical`.
-    """
-    collation = Collation.of(collate)
-    ordered = sorted(records, key=length_of, reverse=True)
-    start, most = 0, size * length_of(ordered[0]) if ordered else 0  # tokens that fit into memory
-    largest = 0  # values of a row in its largest tensor
-    while start < len(ordered):
-        longest = length_of(ordered[start])
-        num = size if tokens is None or not longest else max(1, min(tokens, most) // longest)
-        for part in collation.parts(ordered[start : start + num]):
-            values = max(v[0].numel() for v in part.batch.values() if isinstance(v, torch.Tensor) and v.dim() > 0)
-            yield from _pieces(part.batch, max(size, size * largest // max(1, values)))
-            largest = max(largest, values)
-        start += num
+        collation = Collation.of(collate)
+        ordered = sorted(self.records, key=length_of, reverse=True)
+        start, most = 0, size * length_of(ordered[0]) if ordered else 0  # tokens that fit into memory
+        largest = 0  # values of a row in its largest tensor
+        while start < len(ordered):
+            longest = length_of(ordered[start])
+            num = size if tokens is None or not longest else max(1, min(tokens, most) // longest)
+            for part in collation.parts(ordered[start : start + num]):
+                values = max(v[0].numel() for v in part.batch.values() if isinstance(v, torch.Tensor) and v.dim() > 0)
+                yield from _pieces(part.batch, max(size, size * largest // max(1, values)))
+                largest = max(largest, values)
+            start += num
 
 
 def _pieces(batch: dict[str, Any], most: int) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,7 @@ from hf_dpopt.clipping.units import Units
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.records.collation import Collation, Collator, rows_of
 from hf_dpopt.records.losses import RecordLosses
-from hf_dpopt.run.batches import LogicalBatch, StepIndices, WholeUnits, physical_batches
+from hf_dpopt.run.batches import LogicalBatch, StepIndices, WholeUnits
 
 MAX_FILLED = 1.25  # rows that users are filled up to / rows they have
 
@@ -149,7 +149,7 @@ class UserBatch(LogicalBatch):
         return 1 / len(user) if self.weight is None else self.weight
 
     def _in_parts(self, user: list[Any], size: int, collation: Collation) -> Iterator[UserInParts]:
-        batches = list(physical_batches(user, size, collation))
+        batches = list(LogicalBatch(user, self.step).physical(size, collation))
         if batches:
             yield UserInParts(batches, self._weight_of(user), self.are_users)
 
