@@ -6,7 +6,7 @@ import json
 import re
 
 from hf_dpopt.report.facts import RunFacts
-from hf_dpopt.report.statement import fill_joined, plain, round_up, view_of
+from hf_dpopt.report.statement import StatementView, fill_joined, plain, round_up
 
 START = "<!-- hf_dpopt privacy statement: start (generated, edits are lost) -->"
 END = "<!-- hf_dpopt privacy statement: end -->"
@@ -35,7 +35,7 @@ def add_privacy_section(card_text: str, facts: RunFacts) -> str:
         card_text: a model card in Markdown, YAML front matter included; may be empty.
         facts: the facts of the run that the section states.
     """
-    lines = fill_joined("report/card.md.j2", **view_of(facts))
+    lines = fill_joined("report/card.md.j2", **vars(StatementView.of(facts)))
     section = f"{START}\n{lines}{END}"
     card = _with_metadata(_SECTION.sub("\n\n", card_text), facts)
     for heading in _BEFORE:

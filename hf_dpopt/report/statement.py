@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import decimal
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,13 @@ STAMP = "NOT PRIVATE"
 LARGEST_SHOWN_EPSILON = 100.0  # beyond, a number would only look like one
 
 
-def view_of(facts: RunFacts) -> dict[str, Any]:
-    """Collect all that the templates of statement and model card print. Public values only.
+@dataclasses.dataclass(frozen=True)
+class StatementView:
+    """All that the templates of statement and model card print. Public values only.
 
-    Args:
+    Attributes:
         facts: the facts of the run.
-
-    Returns:
-        By their names in the templates:
-        facts: the facts.
-        plan: the plan, as `PlanRecord.to_json` gives it.
+        plan: its plan, as `PlanRecord.to_json` gives it.
         unit, elements: words for one unit of privacy, and for the elements that batches are drawn from.
         num_units: records or users that are protected one by one.
         sizes_of_delta: numbers of units whose default delta is that of the run; None where it is no default.
@@ -45,23 +43,40 @@ def view_of(facts: RunFacts) -> dict[str, Any]:
         sampling: sentence about the batches.
         noise_stream: sentence about the generator of the noise.
     """
-    plan = facts.plan
-    law, num_units, preclip = dict(plan["sampler"]), _num_units(plan), plan.get("preclip") or {}
-    unit = "record" if plan["privacy_unit"] == "example" else plan["privacy_unit"]
-    return {
-        "facts": facts,
-        "plan": plan,
-        "unit": unit,
-        "elements": _sampled_elements(plan),
-        "num_units": num_units,
-        "sizes_of_delta": sizes_with_default(num_units) if facts.delta == default_delta(num_units) else None,
-        "number_of_runs": RunCount.read(plan["tuned"]).describe() if "tuned" in plan else "",
-        "preclip_options": ", ".join(f"{n} {v}" for n, v in preclip.items() if n != "name" and v is not None),
-        "is_known_preclip": preclip.get("name") in {spec.name for spec, _ in PRECLIPS.values()},
-        "advised": {n: f"{v:g}" if isinstance(v, float) else str(v) for n, v in plan.get("advised", {}).items()},
-        "sampling": SAMPLERS[law.pop("name")](**law).describe(unit),
-        "noise_stream": ChaCha20Gaussian.description,
-    }
+
+    facts: RunFacts
+    plan: Mapping[str, Any]
+    unit: str
+    elements: str
+    num_units: int
+    sizes_of_delta: tuple[int, int] | None
+    number_of_runs: str
+    preclip_options: str
+    is_known_preclip: bool
+    advised: Mapping[str, str]
+    sampling: str
+    noise_stream: str
+
+    @classmethod
+    def of(cls, facts: RunFacts) -> StatementView:
+        """Collect the values of a run."""
+        plan = facts.plan
+        law, num_units, preclip = dict(plan["sampler"]), _num_units(plan), plan.get("preclip") or {}
+        unit = "record" if plan["privacy_unit"] == "example" else plan["privacy_unit"]
+        return cls(
+            facts,
+            plan,
+            unit,
+            elements=_sampled_elements(plan),
+            num_units=num_units,
+            sizes_of_delta=sizes_with_default(num_units) if facts.delta == default_delta(num_units) else None,
+            number_of_runs=RunCount.read(plan["tuned"]).describe() if "tuned" in plan else "",
+            preclip_options=", ".join(f"{n} {v}" for n, v in preclip.items() if n != "name" and v is not None),
+            is_known_preclip=preclip.get("name") in {spec.name for spec, _ in PRECLIPS.values()},
+            advised={n: f"{v:g}" if isinstance(v, float) else str(v) for n, v in plan.get("advised", {}).items()},
+            sampling=SAMPLERS[law.pop("name")](**law).describe(unit),
+            noise_stream=ChaCha20Gaussian.description,
+        )
 
 
 def render_statement(facts: RunFacts) -> str:
@@ -69,7 +84,7 @@ def render_statement(facts: RunFacts) -> str:
 
     Epsilons are rounded up, so the text never claims more than the accountant proved.
     """
-    return fill_joined("report/statement.md.j2", **view_of(facts))
+    return fill_joined("report/statement.md.j2", **vars(StatementView.of(facts)))
 
 
 def fill(template: str, **values: Any) -> str:
