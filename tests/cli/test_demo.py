@@ -98,4 +98,4 @@ def test_the_readme_has_the_numbers_of_ten_seeds() -> None:
         f"length, {ratio['private / stock']:.2f} times" in readme
         and f"Opacus takes {ratio['opacus / private']:.1f} times" in readme
     )
-    assert f"test loss before training: {said('untrained loss', 2)} " in readme
+    assert f"the test loss is {said('untrained loss', 2)} before training" in readme

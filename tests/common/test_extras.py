@@ -28,7 +28,7 @@ from recipes.stackoverflow_files import H5Rows
 # Packages that are loaded before code of ours asks for them: by a model with adapters, or by a dataset of Arrow files.
 BROUGHT = {
     "peft": ("clipping/rules/adapters.py", "huggingface/shards.py"),
-    "datasets": ("records/overlap.py",),
+    "datasets": ("records/overlap.py", "huggingface/preferences.py"),  # trl needs it
     "trl": ("huggingface/preferences.py", "huggingface/sft.py"),  # bases of its classes; the same error
 }
 
