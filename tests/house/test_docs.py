@@ -219,7 +219,12 @@ def test_the_table_of_kills_is_that_of_the_results(repo: Path) -> None:
 def test_the_table_of_chat_finetuning_is_that_of_the_results(repo: Path) -> None:
     rows = json.loads((repo / "docs/chat.json").read_text())["rows"]
     page = (repo / "docs/chat.md").read_text()
-    names = {"untrained": "none", "epsilon 8": "epsilon 8", "epsilon 3": "epsilon 3", "stock, rate 1e-3": "stock Trainer"}
+    names = {
+        "untrained": "none",
+        "epsilon 8": "epsilon 8",
+        "epsilon 3": "epsilon 3",
+        "stock, rate 1e-3": "stock Trainer",
+    }
     for name, shown in names.items():
         row = rows[name]
         losses = f"{row['loss_planted']:.2f} | {row['loss_controls']:.2f}"
