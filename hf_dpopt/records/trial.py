@@ -19,6 +19,7 @@ from hf_dpopt.randomness.framework import keep_generators, manual_seed
 from hf_dpopt.records.collation import Batch, Collation, check_rows, has_choices, length_of, row_of
 from hf_dpopt.records.limits import num_entries
 from hf_dpopt.records.losses import IGNORED
+from hf_dpopt.records.rows import SuppressRecordErrors
 
 FIX = (
     "Use a collator that makes one row per record and looks at nothing else (DataCollatorWithPadding); what should "
@@ -116,11 +117,10 @@ def pair_of_records(collation: Collation, records: Sequence[Any], size: int) -> 
 
 def _is_learned(collation: Collation, record: Any) -> bool:
     """Whether a part of a record can be collated, and has a label: of an answer the beginning is the question."""
-    try:
+    with SuppressRecordErrors():  # of a collator that takes records of one length only
         labels = collation.row(record).get("labels")
-    except Exception:
-        return False
-    return not isinstance(labels, torch.Tensor) or bool((labels != IGNORED).any())
+        return not isinstance(labels, torch.Tensor) or bool((labels != IGNORED).any())
+    return False
 
 
 def _first_tokens(record: Any, num: int) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")
-def plans() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(DOCS.parent / "benchmarks"))
-        yield importlib.import_module("plan_7b")
+def plans(script) -> Any:
+    return script("plan_7b")
 
 
 @pytest.fixture(scope="module")
