@@ -339,8 +339,7 @@ class RecordLosses:
         if not callable(self.loss):
             inputs.setdefault("return_dict", True)
         elif self._takes_inputs:
-            read = inspect.signature(type(base_model(self.model)).forward).parameters
-            inputs = {k: v for k, v in inputs.items() if k in read}
+            inputs = {k: v for k, v in inputs.items() if self._reads(k)}
         is_of_rows = self.kind == "custom" and flattening.num_choices(batch) is not None
         with flattening.flattened(self.model) if is_of_rows else contextlib.nullcontext():
             outputs = self.model(**inputs)
@@ -349,6 +348,16 @@ class RecordLosses:
         is_classifier = self.kind == "ForSequenceClassification"
         loss = _BY_PROBLEM[problem_type(self.model, labels)] if is_classifier else _BY_LOSS_TYPE[self.kind]
         return loss(outputs, labels, self.label_smoothing)
+
+    def _reads(self, name: str) -> bool:
+        """Whether the model's forward takes an input of the name.
+
+        One that passes `**kwargs` on may read any; those of transformers name what they read, and refuse the others.
+        """
+        kind = type(base_model(self.model))
+        parameters = inspect.signature(kind.forward).parameters
+        passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return name in parameters or passes_on and not kind.__module__.startswith("transformers.")
 
     def _labels(self, batch: Mapping[str, Any]) -> Any:
         if self.kind == "ForQuestionAnswering":

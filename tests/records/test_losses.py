@@ -410,3 +410,20 @@ def test_a_second_backward_with_other_weights():
         torch.testing.assert_close(got, want)
     with pytest.raises(DPConfigError, match="weight 0 in the first"):
         torch.autograd.grad(in_place.sum(), weight)
+
+
+class _PassesOn(tf.BertForSequenceClassification):
+    def forward(self, input_ids: torch.Tensor, **others: Any) -> Any:
+        others.pop("weight", None)
+        return super().forward(input_ids=input_ids, **others)
+
+
+def test_a_forward_that_passes_inputs_on_gets_all_of_them():
+    def by_record(outputs: Any, labels: torch.Tensor, inputs: Any) -> torch.Tensor:
+        return F.cross_entropy(outputs.logits, labels, reduction="none") * inputs["weight"]
+
+    model = _sharp(tiny.made(_PassesOn, num_labels=NUM_LABELS, **_LONG))
+    records = [one | {"weight": torch.tensor(2.0)} for one in _records(_class, LENGTHS)]
+    found = RecordLosses(model, by_record)(_collate(records))
+    alone = [RecordLosses(model, by_record)(_collate([record])) for record in records]
+    assert torch.allclose(found, torch.cat(alone), atol=1e-5)
