@@ -29,7 +29,7 @@ from hf_dpopt.huggingface.refusals.training_arguments import check_shards
 from hf_dpopt.huggingface.shards import is_in_shards
 from hf_dpopt.public.public_gradients import PublicGradients
 from hf_dpopt.randomness.framework import reseed_from_the_system, secret_randomness
-from hf_dpopt.records.collation import row_of
+from hf_dpopt.records.collation import length_of, row_of
 from hf_dpopt.records.data_mark import check_same_everywhere, data_mark
 from hf_dpopt.records.gradient_options import gradient_options
 from hf_dpopt.records.losses import RecordLosses
@@ -162,7 +162,10 @@ class TrainingSession:
         if pair is not None and is_whole:
             check_influence(self.engine, self.losses, *pair)
         if self.losses.function and is_whole:  # may mix what made-up records have in common, such as their weights
-            for part in self._collation.parts(self._sample[:CHECKED_TOGETHER]):
+            few = self._sample[:CHECKED_TOGETHER]
+            if size < 2 * CHECKED_TOGETHER:  # four in float32 may need more memory than a physical batch in bfloat16
+                few = sorted(self._sample, key=length_of)[:2]
+            for part in self._collation.parts(few):
                 each = [row_of(part.batch, b) for b in range(len(part.places))]
                 check_influence(self.engine, self.losses, part.batch, each)
         for note in notes:

@@ -53,6 +53,29 @@ def test_a_loss_that_reads_a_column_which_the_model_does_not(loss, tmp_path):
     assert influence(_make(loss), rows, 7, tmp_path) <= 1 + SLACK
 
 
+def test_long_records_are_not_checked_four_at_a_time(tmp_path):
+    tokens = list[int]()
+
+    def noting(outputs: Any, labels: torch.Tensor, inputs: Any) -> torch.Tensor:
+        tokens.append(inputs["input_ids"].numel())
+        return by_record(outputs, labels)
+
+    long = [
+        {"input_ids": (row["input_ids"] * 8)[: 48 if i else 24], "label": row["label"]}
+        for i, row in enumerate(_rows())
+    ]
+    tiny.trainer(
+        tmp_path,
+        train_dataset=long,
+        per_example_loss_func=noting,
+        per_device_train_batch_size=1,
+        expected_batch_size=4,
+        max_steps=1,
+        skip_self_check=False,
+    ).train()
+    assert max(tokens) <= 2 * 48
+
+
 def test_a_third_parameter_with_a_default_is_left_alone(tmp_path):
     def stock(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         assert num_items_in_batch is None
