@@ -18,7 +18,7 @@ from tests.adversary.harness import SLACK, assert_refused, clipped_sums, influen
 from tests.adversary.scan.classes import named_classes
 from tests.adversary.scan.measure import _Subject
 from tests.helpers import tiny
-from tests.self_check.test_self_check import _quantising
+from tests.self_check.cases import quantising
 
 MIXED = "differs from a loop|another record moves it|change with the padding"
 
@@ -46,7 +46,7 @@ def _spread() -> nn.Module:
 
 CASES = {
     "mixing in training mode": (_spread, {}, MIXED),
-    "quantised over the batch, bf16": (_quantising, {"bf16": True}, MIXED),
+    "quantised over the batch, bf16": (quantising, {"bf16": True}, MIXED),
 }
 
 
