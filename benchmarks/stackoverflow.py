@@ -49,13 +49,10 @@ ROOT = Path(__file__).resolve().parents[1]
 REAL_ROWS, REAL_USERS = 135_818_730, 342_477
 USERS_PER_ROUND, RECORDS_PER_USER, ROUNDS = 100, 16, 8
 LOCAL_RATE = 0.5
-SIZES = (1_000_000, None)
 KINDS = ("anonymous", "mapped")
 
 
-def words(
-    folder: Path, out: Path, *, rows: int | None, rounds: int, users: int = USERS_PER_ROUND, **others: Any
-) -> list[str]:
+def words(folder: Path, out: Path, *, rounds: int, users: int = USERS_PER_ROUND, **others: Any) -> list[str]:
     """Command line of the recipe."""
     flags: dict[str, Any] = {
         "train_file": folder / synthetic.SQLITE, "vocabulary_file": folder / synthetic.WORD_COUNT, "use_cpu": True,
@@ -63,19 +60,19 @@ def words(
         "records_per_user": RECORDS_PER_USER, "local_training": json.dumps({"learning_rate": LOCAL_RATE}),
         "optim": "sgd", "learning_rate": 1, "max_steps": rounds, "per_device_train_batch_size": 256,
         "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "output_dir": out / "run",
-        "private_state_dir": out / "private", **({"max_train_samples": rows} if rows else {}), **others,
+        "private_state_dir": out / "private", **others,
     }  # fmt: skip
     return [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
 
 
-def measure(folder: Path, *, rows: int | None, rounds: int, processes: int) -> dict[str, Any]:
+def measure(folder: Path, *, rounds: int, processes: int) -> dict[str, Any]:
     """Run the recipe once, and poll the memory of its processes."""
     out = folder / "out"
     shutil.rmtree(out, ignore_errors=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     began, used = time.perf_counter(), cpu_seconds()
     started = subprocess.Popen(
-        [*command, str(ROOT / "recipes" / "stackoverflow.py"), *words(folder, out, rows=rows, rounds=rounds)],
+        [*command, str(ROOT / "recipes" / "stackoverflow.py"), *words(folder, out, rounds=rounds)],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -178,7 +175,7 @@ def rounds_in_turns(folder: Path, *, num_rounds: int, users: int) -> dict[str, A
     """Rounds of the recipe and of a plain loop in turns; the first of each warms up and is left out."""
     out = folder / "out"
     shutil.rmtree(out, ignore_errors=True)
-    options = recipe.parse(words(folder, out, rows=None, rounds=1 + num_rounds, users=users))
+    options = recipe.parse(words(folder, out, rounds=1 + num_rounds, users=users))
     model_args, data_args, training_args = options
     vocabulary, _ = recipe.read_vocabulary(data_args)
     encoder, model = recipe.make_model(model_args, data_args, vocabulary, training_args.seed)
@@ -208,29 +205,32 @@ def rounds_in_turns(folder: Path, *, num_rounds: int, users: int) -> dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("build/stackoverflow"))
-    parser.add_argument("--num_users", type=int, default=14_000, help="397 rows each")
+    parser.add_argument(
+        "--num_users", type=int, nargs="+", default=[2_500, 14_000], help="of two splits, 397 rows a user"
+    )
     parser.add_argument(
         "--rounds_in_turns", type=int, default=0, help="so many rounds and those of a plain loop alone"
     )
     parser.add_argument("--users_per_round", type=int, default=200, help="of the rounds in turns")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
-    synthetic.write(arguments.folder, num_users=arguments.num_users)
+    folders = [
+        synthetic.write(arguments.folder / str(num_users), num_users=num_users) for num_users in arguments.num_users
+    ]
     if num_rounds := arguments.rounds_in_turns:
-        found = rounds_in_turns(arguments.folder, num_rounds=num_rounds, users=arguments.users_per_round)
+        found = rounds_in_turns(folders[-1], num_rounds=num_rounds, users=arguments.users_per_round)
         found = {"users_a_round": arguments.users_per_round, "records_per_user": RECORDS_PER_USER, **found}
         print(text := json.dumps({"date": date.today().isoformat(), "torch": version("torch"), **found}, indent=1))
         arguments.output.write_text(text + "\n", encoding="utf-8")
         return
-    source = synthetic_rows(arguments.folder)
-    shutil.rmtree(arguments.folder / f"{synthetic.SQLITE}.converted", ignore_errors=True)
     results = []
-    for rows in SIZES:
+    for folder in folders:
+        shutil.rmtree(folder / f"{synthetic.SQLITE}.converted", ignore_errors=True)
         runs = [
-            measure(arguments.folder, rows=rows, rounds=rounds, processes=processes)
+            measure(folder, rounds=rounds, processes=processes)
             for rounds, processes in ((1, 1), (1, 1), (1 + ROUNDS, 1), (1, 2))
         ]
-        number = min(rows or source, source)
+        number = synthetic_rows(folder)
         results.append({
             "rows": number, "runs": runs,
             "converted_rows_per_second": round(number / (runs[0]["cpu_seconds"] - runs[1]["cpu_seconds"])),

@@ -206,9 +206,26 @@ def check(model_args: ModelArguments, data_args: Any, training_args: DPTrainingA
     if data_args.non_private:
         accumulate(training_args)
     elif training_args.do_train:
+        if not embedded:
+            check_cut(data_args.max_train_samples, training_args)
         # wrong values end here, not after loading
         training_args.privacy_config(training_args.expected_batch_size or 1)
         check_arguments(training_args)
+
+
+def check_cut(max_train_samples: int | None, training_args: DPTrainingArguments) -> None:
+    """Refuse a cut to the first rows where users are protected: epsilon does not cover it.
+
+    Without a user of 20 rows, 20 other users can come in; without one row another one does, as under `replace_one`.
+
+    Raises:
+        DPConfigError: with both ways out.
+    """
+    if max_train_samples is not None and training_args.privacy_unit == "user":
+        raise DPConfigError(
+            f"max_train_samples={max_train_samples}: the rows of one user keep out those of others, which an epsilon "
+            "of users does not cover. Leave it out, or make a file of users who were chosen without reading the rows."
+        )
 
 
 def check_lora(name: str, value: Any, switch: str, *, is_on: bool) -> None:

@@ -103,7 +103,7 @@ def publish(trainer: Trainer, training_args: DPTrainingArguments, **kwargs: Any)
     if training_args.push_to_hub:
         trainer.push_to_hub(**kwargs)
     else:
-        trainer.create_model_card(**kwargs)
+        trainer.create_model_card(model_name=Path(str(training_args.output_dir)).name, **kwargs)
 
 
 def is_score(key: str) -> bool:

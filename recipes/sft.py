@@ -153,6 +153,8 @@ def parse(
     if data_args.non_private:
         check_no_statement(training_args.output_dir)
     else:  # wrong values end here, not after loading
+        if not is_embedded:
+            options.check_cut(data_args.max_train_samples, training_args)
         training_args.privacy_config(training_args.expected_batch_size or 1)
         check_arguments(training_args)
     if "output_dir" not in given:  # the clocks of several processes differ

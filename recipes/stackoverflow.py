@@ -208,6 +208,7 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
     if model_args.width % 32:
         raise DPConfigError(f"width={model_args.width} is no multiple of 32, the width of a head. Use 64, 96, 128 ...")
     if not embedded:
+        options.check_cut(data_args.max_train_samples, training_args)
         if not data_args.train_file:
             raise DPConfigError("There is no train_file. Add --train_file <table with a column of user ids>.")
         if not (data_args.vocabulary_file or data_args.public_file or model_args.model_name_or_path):

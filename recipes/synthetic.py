@@ -37,6 +37,7 @@ import logging
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,7 @@ from recipes.embedded.corpus import read_corpus
 from recipes.histogram import release_counts
 from recipes.synthetic_table import TableRows
 from recipes.synthetic_text import Controls, TextRows
-from recipes.table_schema import KEYS, Schema
+from recipes.table_schema import HALF, KEYS, Schema
 from recipes.tables import TEXT_EXTENSIONS, Table, check_columns, read_table
 
 from trl import ModelConfig, SFTTrainer  # isort: skip
@@ -167,7 +168,8 @@ def main(argv: list[str]) -> None:
     logger.info("Sampling. If it is stopped, the same command with --resume_from_checkpoint True samples at no cost.")
     columns, compute_scores = data.make(model, trainer.processing_class, counts, most)
     written = write_rows(args, training_args, dict(zip(data.columns, columns, strict=True)))
-    scores, exact = compute_scores()  # after the rows are written: if a score fails, they are there
+    with warnings.catch_warnings(action="ignore"):  # sklearn's count what is different in the records
+        scores, exact = compute_scores()  # after the rows are written: if a score fails, they are there
     privacy, num_rows = running.privacy_line(trainer), scores["rows"]
     written.with_name("README.md").write_text(card_of(args, model_args, data, scores, privacy), encoding="utf-8")
     private = keep_private(training_args, exact)
@@ -219,7 +221,7 @@ def load_tables(args: SyntheticArguments, is_embedded: bool) -> tuple[Table, Tab
     train, test = _first(found[0], args.max_train_samples), _first(found[1], args.max_eval_samples)
     assert train is not None
     if args.file_format is None:
-        is_csv = Path(train.name.removesuffix(".gz")).suffix in (".csv", ".tsv")
+        is_csv = Path(train.name.lower().removesuffix(".gz")).suffix in (".csv", ".tsv")
         args.file_format = "csv" if is_csv and args.schema is not None else "jsonl"
     if args.schema is not None:
         return train, test, []
@@ -259,6 +261,11 @@ def check(
     names, start = args.control_columns or [], training_args.resume_from_checkpoint
     if start is not None and str(start).lower() not in ("true", "false") and not Path(start).is_dir():
         raise DPConfigError(f"resume_from_checkpoint={start}: there is no such folder. Use True for the last one.")
+    if training_args.push_to_hub:
+        raise DPConfigError(
+            "push_to_hub: the folder has rows and counts beside the model, which would be pushed before they are "
+            "complete. Leave it out, and upload dataset/, the model or both afterwards."
+        )
     schema = None if args.schema is None else check_schema(args, training_args)
     for name, why in ((args.text_column, "the texts"), (training_args.user_id_column, "the users")):
         if name in names:
@@ -345,9 +352,10 @@ def lines_of(table: Table | None, column: str) -> list[str]:
     """
     texts = [] if table is None else table.columns[column]
     for i, text in enumerate(texts):
-        if table is not None and (not isinstance(text, str) or not text.strip()):
+        if table is not None and (not isinstance(text, str) or not text.strip() or HALF.search(text)):
             raise DPConfigError(
-                f"{table.where(i)}: {column!r} must be a string that is not empty. Correct or remove the row."
+                f"{table.where(i)}: {column!r} must be a string of Unicode that is not empty. Correct or remove the "
+                "row."
             )
     return [" ".join(text.split()) for text in texts]
 
@@ -358,6 +366,7 @@ def check_trial(trainer: Any, data: TextRows | TableRows) -> None:
     Raises:
         DPConfigError: naming the option.
     """
+    trainer._release.check(trainer._release.output_dir)  # what is in it would end the training
     if trainer.plan.sampler.name == "balls_in_bins":
         raise DPConfigError("sampling=balls_in_bins: has no common analysis with the counts. Use --sampling poisson.")
     tokenizer = trainer.processing_class
@@ -411,6 +420,8 @@ def declare(args: SyntheticArguments, training_args: DPSFTConfig) -> None:
     read = "none" if args.schema is None else "none: each row is made to fit a public schema by itself"
     if columns:
         read = f"the values of the columns {columns} are read from the records and published"
+    if args.max_train_samples is not None:
+        read += f"; cut to the first {args.max_train_samples} rows, which is covered as replace_one"
     training_args.data_dependent_preprocessing = f"{'' if declared == 'not declared' else f'{declared}. '}{read}"
 
 
@@ -421,10 +432,12 @@ def write_rows(args: SyntheticArguments, training_args: DPSFTConfig, columns: Ma
     """Write rows and statement into a folder that can be published by itself; return the file of the rows."""
     folder = Path(training_args.output_dir) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
+    for earlier in folder.glob("synthetic.*"):  # of another format, or of a run without privacy
+        earlier.unlink()
     path, rows = folder / f"synthetic.{args.file_format}", zip(*columns.values(), strict=True)
     with path.open("w", encoding="utf-8", newline="") as file:
         if args.file_format == "csv":
-            csv.writer(file, lineterminator="\n").writerows([columns, *rows])
+            csv.writer(file).writerows([columns, *rows])
         else:
             lines = (json.dumps(dict(zip(columns, row, strict=True)), ensure_ascii=False) for row in rows)
             file.writelines(f"{line}\n" for line in lines)

@@ -72,7 +72,9 @@ class Column:
             value = given if is_text and (given or not self.optional) else None
         elif self.type == "category" and given is not None:
             same = [one for one in self.values if str(one) == str(given)]
-            value = next(iter(same or [one for one in self.values if _from_json(str(given).lower()) == one]), None)
+            read = _from_json(str(given).lower())
+            kinds = (bool,) if isinstance(read, bool) else (int, float)  # True == 1
+            value = next(iter(same or [one for one in self.values if type(one) in kinds and one == read]), None)
         elif self.type in NUMBER:
             with contextlib.suppress(ValueError):  # of what is not a number
                 number = float(str(given))

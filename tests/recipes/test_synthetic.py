@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import math
+import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,8 +110,25 @@ def test_rows_are_written_before_the_scores(folder, monkeypatch):
     assert Path("out/dataset/synthetic.jsonl").stat().st_size and Path("out/dataset/statement.md").exists()
 
 
-def test_exact_comparisons_with_records_stay_private(folder, capsys):
+def test_a_folder_of_rows_holds_those_of_the_last_run_alone(folder):
+    """A lone carriage return ends a row where it is not quoted."""
+    args, training_args, *_ = synthetic.parse(words(non_private="true", target_epsilon=None))
+    synthetic.write_rows(args, training_args, {"text": ["a"]})
+    args.file_format = "csv"
+    path = synthetic.write_rows(args, training_args, {"text": ["a\rb", "c"]})
+    with path.open(newline="") as file:
+        assert [*csv.reader(file)] == [["text"], ["a\rb"], ["c"]]
+    assert [*path.parent.iterdir()] == [path]
+
+
+def test_exact_comparisons_with_records_stay_private(folder, capsys, monkeypatch, recwarn):
+    def warns(*parts: Any) -> float:
+        warnings.warn("77 records are different", ConvergenceWarning, stacklevel=2)  # as those of sklearn do
+        return mauve(*parts)
+
+    monkeypatch.setattr("recipes.synthetic_text.mauve", warns)
     assert synthetic.run(words()) == 0
+    assert not [one for one in recwarn if "77 records" in str(one.message)]
     [private] = Path("keys").glob("work/*/evaluation.json")
     exact = json.loads(private.read_text())
     assert (
@@ -193,6 +212,11 @@ def test_the_same_without_privacy(folder, capsys):
             {"privacy_unit": "user", "user_id_column": "person", "control_columns": "person"},
             "control_columns=person: person has the users, and the values",
         ),
+        ({"push_to_hub": "true"}, "push_to_hub: the folder has rows and counts"),
+        (
+            {"privacy_unit": "user", "user_id_column": "person", "max_train_samples": "30"},
+            "max_train_samples=30: the rows of one user keep out those of others",
+        ),
         ({"expected_batch_size": "61"}, "expected_batch_size=61: a batch of 61 is larger than the dataset"),
         (
             {"privacy_unit": "user", "user_id_column": "person", "expected_batch_size": "21"},
@@ -209,9 +233,10 @@ def test_wrong_flags_end_in_one_line_and_charge_nothing(folder, capsys, changes,
 @pytest.mark.parametrize(
     ("flag", "row", "says"),
     [
-        ("train_file", {"text": 5}, "odd.jsonl, line 2: 'text' must be a string that is not empty"),
-        ("train_file", {"text": ["a"]}, "odd.jsonl, line 2: 'text' must be a string that is not empty"),
-        ("validation_file", {"text": None}, "odd.jsonl, line 2: 'text' must be a string that is not empty"),
+        ("train_file", {"text": 5}, "odd.jsonl, line 2: 'text' must be a string of Unicode that is not empty"),
+        ("train_file", {"text": ["a"]}, "odd.jsonl, line 2: 'text' must be a string of Unicode that is not empty"),
+        ("validation_file", {"text": None}, "odd.jsonl, line 2: 'text' must be a string of Unicode that is not empty"),
+        ("validation_file", {"text": "a \ud800 mill."}, "odd.jsonl, line 2: 'text' must be a string of Unicode"),
         ("validation_file", {"label": "shop"}, "odd.jsonl, line 2: ('shop',) is not in the training file"),
     ],
 )
@@ -265,6 +290,12 @@ def _written(name: str, content: str) -> str:
     return name
 
 
+def _stock(folder: str) -> str:
+    Path(folder).mkdir()
+    _written(f"{folder}/trainer_state.json", json.dumps({"log_history": [{"train_loss": 1.5, "step": 1}]}))
+    return folder
+
+
 def _small() -> str:
     save_gpt2(Path("small"), n_positions=48)
     return "small"
@@ -300,6 +331,7 @@ BAD = {  # what is wrong -> how to make it, part of the message
         lambda: {"privacy_ledger": "people.json", "privacy_ledger_epsilon": "4"},
         "privacy_ledger=people.json: counts and training would bring epsilon",
     ),
+    "a folder of a run without privacy": (lambda: {"output_dir": _stock("stock")}, "trainer_state.json: un-noised"),
     "no checkpoint": (lambda: {"resume_from_checkpoint": "nothere"}, "resume_from_checkpoint=nothere: there is no"),
     "tuning": (lambda: {"tuned_runs": "5"}, "tuned_runs=5: is not supported in two parts"),
 }
