@@ -61,7 +61,8 @@ def test_a_file_of_conversations_is_learned(folder, capsys):
     printed = capsys.readouterr().out
     assert printed.count("asked   why") == 3
     assert "held-out loss" in printed and "epsilon 7.9" in printed
-    assert "**epsilon = 7.9" in (folder / "out" / "README.md").read_text()
+    card = (folder / "out" / "README.md").read_text()
+    assert "# Model Card for out" in card and "**epsilon = 7.9" in card
     assert (folder / "out" / "privacy" / "statement.md").is_file()
     assert (folder / "out" / "adapter_model.safetensors").is_file()
 
