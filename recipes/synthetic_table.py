@@ -65,6 +65,8 @@ class TableRows:
             texts = sample(model, tokenizer, [PROMPT] * num, most, max_length, args.top_p, args.temperature)
             found += filter(None, (self._schema.parse(text) for text, has_ended in texts if has_ended))
             num_sampled += num
+            if num_sampled // args.sampling_batch_size % 10 == 0:
+                logger.info(f"{len(found)} of {num_sampled} sampled rows fit the schema; {wanted} are wanted.")
         if len(found) < args.num_rows:
             logger.warning(f"Only {len(found)} of {num_sampled} sampled rows fit the schema.")
         if not found:
