@@ -214,6 +214,8 @@ def main() -> None:
     parser.add_argument("--users_per_round", type=int, default=200, help="of the rounds in turns")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
+    if not arguments.rounds_in_turns and len(arguments.num_users) != 2:
+        parser.error("--num_users: memory is extrapolated from two splits. Give two numbers.")
     folders = [
         synthetic.write(arguments.folder / str(num_users), num_users=num_users) for num_users in arguments.num_users
     ]

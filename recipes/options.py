@@ -214,17 +214,17 @@ def check(model_args: ModelArguments, data_args: Any, training_args: DPTrainingA
 
 
 def check_cut(max_train_samples: int | None, training_args: DPTrainingArguments) -> None:
-    """Refuse a cut to the first rows where users are protected: epsilon does not cover it.
+    """Refuse a cut to the first rows where users are protected, which epsilon does not cover.
 
-    Without a user of 20 rows, 20 other users can come in; without one row another one does, as under `replace_one`.
+    If a user of 20 rows leaves, 20 other users can come in. A row that leaves lets in one: that is `replace_one`.
 
     Raises:
         DPConfigError: with both ways out.
     """
     if max_train_samples is not None and training_args.privacy_unit == "user":
         raise DPConfigError(
-            f"max_train_samples={max_train_samples}: the rows of one user keep out those of others, which an epsilon "
-            "of users does not cover. Leave it out, or make a file of users who were chosen without reading the rows."
+            f"max_train_samples={max_train_samples}: if one user were removed, rows of other users would come in, and "
+            "epsilon does not cover that. Leave it out, or write a file with all rows of users chosen in advance."
         )
 
 

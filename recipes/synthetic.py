@@ -354,8 +354,7 @@ def lines_of(table: Table | None, column: str) -> list[str]:
     for i, text in enumerate(texts):
         if table is not None and (not isinstance(text, str) or not text.strip() or HALF.search(text)):
             raise DPConfigError(
-                f"{table.where(i)}: {column!r} must be a string of Unicode that is not empty. Correct or remove the "
-                "row."
+                f"{table.where(i)}: {column!r} must be a non-empty string of valid Unicode. Correct or remove the row."
             )
     return [" ".join(text.split()) for text in texts]
 
@@ -421,7 +420,8 @@ def declare(args: SyntheticArguments, training_args: DPSFTConfig) -> None:
     if columns:
         read = f"the values of the columns {columns} are read from the records and published"
     if args.max_train_samples is not None:
-        read += f"; cut to the first {args.max_train_samples} rows, which is covered as replace_one"
+        how = "not covered" if training_args.privacy_unit == "user" else "covered as replace_one"
+        read += f"; cut to the first {args.max_train_samples} rows, which is {how}"
     training_args.data_dependent_preprocessing = f"{'' if declared == 'not declared' else f'{declared}. '}{read}"
 
 

@@ -46,7 +46,7 @@ def arguments(model: str, kind: str = "csv", **changes: str | None) -> list[str]
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
-    "users and a cut": ({"privacy_unit": "user", "user_id_column": "author", "max_train_samples": "5", "do_train": "true"}, "^error: max_train_samples=5: the rows of one user"),
+    "users and a cut": ({"privacy_unit": "user", "user_id_column": "author", "max_train_samples": "5", "do_train": "true"}, "^error: max_train_samples=5: if one user were removed"),
     "predict": ({"do_predict": "true", "do_train": "true"}, "Use --generate"),
     "generate without evaluation": ({"generate": "true", "do_train": "true"}, "Add --do_eval"),
     "metrics on training records": ({"validation_file": "train.csv"}, "exact values of the training .* Hold out"),

@@ -73,7 +73,7 @@ def test_non_private_reaches_the_same_batch_by_accumulation() -> None:
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
-    "users and a cut": ({"privacy_unit": "user", "user_id_column": "author", "max_train_samples": "5", "do_train": "true"}, "^error: max_train_samples=5: the rows of one user"),
+    "users and a cut": ({"privacy_unit": "user", "user_id_column": "author", "max_train_samples": "5", "do_train": "true"}, "^error: max_train_samples=5: if one user were removed"),
     "unknown task": ({"task_name": "sst3"}, "task_name='sst3' is unknown. Use one of: cola, mnli"),
     "no validation file": ({"validation_file": None, "do_eval": "true"}, "do_eval .* Add --validation_file"),
     "eval strategy alone": ({"validation_file": None, "eval_strategy": "epoch", "do_train": "true"}, "Add --validation_file"),

@@ -533,7 +533,7 @@ def test_a_preconditioner_learns_from_public_texts(files, capsys):
 
 
 REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
-    "users and a cut": ({"max_train_samples": "5"}, "max_train_samples=5: the rows of one user"),
+    "users and a cut": ({"max_train_samples": "5"}, "max_train_samples=5: if one user were removed"),
     "no vocabulary": ({"vocabulary_file": None}, "Words need public ids"),
     "no such vocabulary": ({"vocabulary_file": "nothing.txt"}, "nothing.txt is not a file"),
     "no tags": ({"task": "tags"}, "Give --tags_file"),

@@ -121,6 +121,17 @@ def test_a_folder_of_rows_holds_those_of_the_last_run_alone(folder):
     assert [*path.parent.iterdir()] == [path]
 
 
+@pytest.mark.parametrize(
+    ("users", "how"),
+    [({}, "covered as replace_one"), ({"privacy_unit": "user", "user_id_column": "person"}, "not covered")],
+)
+def test_a_cut_is_declared(folder, users, how):
+    args, training_args, *_ = synthetic.parse(words(**users))
+    args.max_train_samples = 30  # as the embedded job has one, with users, too
+    synthetic.declare(args, training_args)
+    assert training_args.data_dependent_preprocessing.endswith(f"; cut to the first 30 rows, which is {how}")
+
+
 def test_exact_comparisons_with_records_stay_private(folder, capsys, monkeypatch, recwarn):
     def warns(*parts: Any) -> float:
         warnings.warn("77 records are different", ConvergenceWarning, stacklevel=2)  # as those of sklearn do
@@ -215,7 +226,7 @@ def test_the_same_without_privacy(folder, capsys):
         ({"push_to_hub": "true"}, "push_to_hub: the folder has rows and counts"),
         (
             {"privacy_unit": "user", "user_id_column": "person", "max_train_samples": "30"},
-            "max_train_samples=30: the rows of one user keep out those of others",
+            "max_train_samples=30: if one user were removed",
         ),
         ({"expected_batch_size": "61"}, "expected_batch_size=61: a batch of 61 is larger than the dataset"),
         (
@@ -233,10 +244,14 @@ def test_wrong_flags_end_in_one_line_and_charge_nothing(folder, capsys, changes,
 @pytest.mark.parametrize(
     ("flag", "row", "says"),
     [
-        ("train_file", {"text": 5}, "odd.jsonl, line 2: 'text' must be a string of Unicode that is not empty"),
-        ("train_file", {"text": ["a"]}, "odd.jsonl, line 2: 'text' must be a string of Unicode that is not empty"),
-        ("validation_file", {"text": None}, "odd.jsonl, line 2: 'text' must be a string of Unicode that is not empty"),
-        ("validation_file", {"text": "a \ud800 mill."}, "odd.jsonl, line 2: 'text' must be a string of Unicode"),
+        ("train_file", {"text": 5}, "odd.jsonl, line 2: 'text' must be a non-empty string of valid Unicode"),
+        ("train_file", {"text": ["a"]}, "odd.jsonl, line 2: 'text' must be a non-empty string of valid Unicode"),
+        ("validation_file", {"text": None}, "odd.jsonl, line 2: 'text' must be a non-empty string of valid Unicode"),
+        (
+            "validation_file",
+            {"text": "a \ud800 mill."},
+            "odd.jsonl, line 2: 'text' must be a non-empty string of valid Unicode",
+        ),
         ("validation_file", {"label": "shop"}, "odd.jsonl, line 2: ('shop',) is not in the training file"),
     ],
 )
