@@ -21,6 +21,21 @@ from hf_dpopt.run.ledger import LEDGER, Ledger
 MARK, WEIGHTS = "belongs_to.json", "model.safetensors"
 
 
+def check_epsilon(args: DPTrainingArguments, epsilon: float, option: str) -> None:
+    """Refuse a part that is none of target_epsilon.
+
+    Raises:
+        DPConfigError: naming the option that the part comes from.
+    """
+    if args.target_epsilon is None or not 0 < epsilon < args.target_epsilon:
+        raise DPConfigError(
+            f"{option}: epsilon={epsilon:g} is no part of target_epsilon={args.target_epsilon}. Give --target_epsilon, "
+            "and about an eighth of it to this part."
+        )
+    if args.tuned_runs is not None:
+        raise DPConfigError(f"tuned_runs={args.tuned_runs:g}: has no analysis for a run in two parts. Leave it out.")
+
+
 def read_weights(folder: Path, mark: Mapping[str, Any], what: str) -> dict[str, torch.Tensor] | None:
     """Weights that were saved before; None if there are none yet.
 

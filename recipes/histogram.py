@@ -196,13 +196,7 @@ def _arguments(
     args: DPTrainingArguments, folder: Path, num_units: int, num_histograms: int, epsilon: float
 ) -> DPTrainingArguments:
     """Arguments of the step: those of the whole run where they say who and where."""
-    if args.target_epsilon is None or not 0 < epsilon < args.target_epsilon:
-        raise DPConfigError(
-            f"The histogram's epsilon={epsilon:g} is not a part of target_epsilon={args.target_epsilon}. Give "
-            "--target_epsilon, and a histogram_share between 0 and 1."
-        )
-    if args.tuned_runs is not None:
-        raise DPConfigError(f"tuned_runs={args.tuned_runs:g}: is not supported in two parts. Leave it out.")
+    first_part.check_epsilon(args, epsilon, "histogram_share")
     return DPTrainingArguments(
         **{name: getattr(args, name) for name in SHARED},
         output_dir=str(folder),

@@ -275,16 +275,7 @@ def _arguments(
     args: DPTrainingArguments, folder: str, num_records: int, epsilon: float, head: nn.Linear
 ) -> DPTrainingArguments:
     """Arguments of the head's run: those of the whole run where they say who and where, the advised ones else."""
-    if args.target_epsilon is None or not 0 < epsilon < args.target_epsilon:
-        raise DPConfigError(
-            f"warm_start_epsilon={epsilon:g} is no part of target_epsilon={args.target_epsilon}. Use about an eighth "
-            "of it."
-        )
-    if args.tuned_runs is not None:
-        raise DPConfigError(
-            f"tuned_runs={args.tuned_runs:g} has no analysis for a run in two parts. Leave it or warm_start_epsilon "
-            "out."
-        )
+    first_part.check_epsilon(args, epsilon, "warm_start_epsilon")
     if args.privacy_unit == "user":
         raise DPConfigError("A warm start is for records, and privacy_unit is 'user'. Leave warm_start_epsilon out.")
     job = TrainingJob(

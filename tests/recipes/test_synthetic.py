@@ -348,7 +348,7 @@ BAD = {  # what is wrong -> how to make it, part of the message
     ),
     "a folder of a run without privacy": (lambda: {"output_dir": _stock("stock")}, "trainer_state.json: un-noised"),
     "no checkpoint": (lambda: {"resume_from_checkpoint": "nothere"}, "resume_from_checkpoint=nothere: there is no"),
-    "tuning": (lambda: {"tuned_runs": "5"}, "tuned_runs=5: is not supported in two parts"),
+    "tuning": (lambda: {"tuned_runs": "5"}, "tuned_runs=5: has no analysis for a run in two parts"),
 }
 
 
