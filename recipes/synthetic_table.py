@@ -1,4 +1,7 @@
-"""Synthetic rows of a table: learned and sampled as texts, kept if they fit the schema, chosen by private counts."""
+"""Synthetic rows of a table: learned as texts, sampled as texts that fit the schema, chosen by private counts.
+
+Shape legend: B = texts of a batch, V = vocabulary of the model.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, LogitsProcessor, PreTrainedTokenizerBase
 
 from hf_dpopt import DPConfigError
+from hf_dpopt.common.extras import import_extra
 from recipes.histogram import vectors_of
 from recipes.synthetic_scores import accuracy, distance_of
-from recipes.synthetic_text import ROUNDS, Histograms, Made, Scores, rake, sample, shares
+from recipes.synthetic_text import Histograms, Made, Scores, rake, sample, shares
 from recipes.table_schema import Row, Schema
 
 logger = logging.getLogger(__name__)
@@ -41,8 +45,29 @@ class TableRows:
         self.columns, self.cells, self.sizes = schema.names, schema.cells(train), schema.sizes
         self.meaning = repr(schema)
         self.texts = [*map(schema.write, train)]
-        self.prompts, self.codes, self.least = [PROMPT] * len(train), [PROMPT], f"a row such as '{schema.example}'"
+        self.codes, self.least = [PROMPT], f"a row such as '{schema.example}'"
         logger.info(f"A row is learned as: {PROMPT} {schema.example}")
+
+    def records(self, model: str) -> list[dict[str, Any]]:
+        """Token ids of each row; labels where a row may go on in several ways: the rest is written by the grammar.
+
+        Raises:
+            DPConfigError: if the tokenizer cannot be used with the grammar.
+        """
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        start, end = tokenizer(PROMPT)["input_ids"], tokenizer.eos_token_id
+        begun, found = _matcher(tokenizer, self._schema), []
+        for text in [self._schema.example, *self.texts]:
+            ids, row = tokenizer(f"{PROMPT} {text}")["input_ids"][len(start) :], begun.deep_copy()
+            if not found and row.validate_tokens(ids) < len(ids):
+                raise DPConfigError("model_name_or_path: its tokenizer writes no rows of a schema. Use another model.")
+            labels = [-100] * len(start)
+            for token in ids:  # a number with an exponent is not in the grammar
+                is_open = row.is_error() or int.from_bytes(row.compute_bitmask()).bit_count() > 1
+                labels.append(token if is_open else -100)
+                row.consume_token(token)
+            found.append({"input_ids": [*start, *ids, end], "labels": [*labels, -100]})
+        return found[1:]
 
     def num_tokens(self, tokenizer: PreTrainedTokenizerBase) -> int:
         """Of `least`, with its end."""
@@ -54,33 +79,27 @@ class TableRows:
         Raises:
             DPConfigError: if no sampled row fits.
         """
-        args, found, num_sampled = self._args, list[Row](), 0
+        args, found = self._args, list[Row]()
         wanted = math.ceil(args.num_rows * args.oversampling)
-        most = max_length
-        if {column.type for column in self._schema.columns} <= {"category", "integer"}:
-            most = 2 * self.num_tokens(tokenizer)  # a row that does not end is not waited for
         torch.manual_seed(self._seed)  # public: samples of a private model are post-processing
-        while len(found) < wanted and num_sampled < ROUNDS * wanted:
-            num = min(args.sampling_batch_size, ROUNDS * wanted - num_sampled)
-            texts = sample(model, tokenizer, [PROMPT] * num, most, max_length, args.top_p, args.temperature)
+        for start in range(0, wanted, args.sampling_batch_size):
+            num = min(args.sampling_batch_size, wanted - start)
+            fits = Fits(_matcher(tokenizer, self._schema))
+            texts = sample(model, tokenizer, [PROMPT] * num, max_length, max_length, args, fits)
             found += filter(None, (self._schema.parse(text) for text, has_ended in texts if has_ended))
-            num_sampled += num
-            if num_sampled // args.sampling_batch_size % 10 == 0:
-                logger.info(f"{len(found)} of {num_sampled} sampled rows fit the schema; {wanted} are wanted.")
-        if len(found) < args.num_rows:
-            logger.warning(f"Only {len(found)} of {num_sampled} sampled rows fit the schema.")
+            if start // args.sampling_batch_size % 10 == 9:
+                logger.info(f"{len(found)} of {wanted} rows are sampled.")
         if not found:
             raise DPConfigError(
-                f"schema={args.schema}: none of {num_sampled} sampled rows fits it. The model is in output_dir, and "
-                "what was spent stays spent. Sampling again costs nothing: add --resume_from_checkpoint True and a "
-                "lower --temperature. Or train longer, use a larger target_epsilon, or a schema of fewer columns."
+                f"max_length={max_length}: none of {wanted} sampled rows ends within it. The model is in output_dir, "
+                "and what was spent stays spent. Sampling again costs nothing: add --resume_from_checkpoint True and "
+                "a larger --max_length or a lower --temperature."
             )
         cells = [np.array(places) for places in self._schema.cells(found).values()]
         weights = rake(cells, [shares(counts[name]) for name in self.columns])
         keys = np.random.default_rng(self._seed).exponential(size=len(found)) / weights
         rows = [found[place] for place in np.sort(np.argsort(keys)[: args.num_rows])]
-        scores = {"rows": len(rows), "share_that_fits_the_schema": len(found) / num_sampled}
-        return [*zip(*rows, strict=True)], functools.partial(self._scores, rows, counts, scores)
+        return [*zip(*rows, strict=True)], functools.partial(self._scores, rows, counts, {"rows": len(rows)})
 
     def _scores(self, rows: Sequence[Row], counts: Histograms, scores: Scores) -> tuple[Scores, Scores]:
         exact, known = {"copies_of_whole_records": _share_in(rows, self._train)}, {"counts": counts}
@@ -104,6 +123,33 @@ class TableRows:
         others = [[*zip(*(cells[name] for name in cells if name != label), strict=True)] for cells in (train, test)]
         vectors = [vectors_of(cells, sizes).numpy() for cells in others]
         return accuracy(vectors[0], train[label], vectors[1], test[label])
+
+
+def _matcher(tokenizer: PreTrainedTokenizerBase, schema: Schema) -> Any:
+    """Of llguidance: tells which token may be next in a row. Without log_level=0 it would print tokens of records."""
+    of_model = import_extra("llguidance.hf", "--schema").from_tokenizer(tokenizer)
+    return import_extra("llguidance", "--schema").LLMatcher(of_model, schema.grammar, log_level=0)
+
+
+class Fits(LogitsProcessor):
+    """Leaves to each text of a batch the tokens with which it can still become a row of the schema.
+
+    Args:
+        row: matcher of llguidance, of a row that has not begun.
+    """
+
+    def __init__(self, row: Any):
+        self._row, self._rows = row, list[Any]()
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores of the next tokens, (B, V), with -inf for the others."""
+        for row, token in zip(self._rows, input_ids[:, -1].tolist(), strict=bool(self._rows)):
+            if not row.is_stopped():
+                row.consume_token(token)
+        self._rows = self._rows or [self._row.deep_copy() for _ in input_ids]
+        bits = np.stack([np.frombuffer(row.compute_bitmask(), np.uint8) for row in self._rows])
+        may_be = np.unpackbits(bits, axis=1, count=scores.shape[1], bitorder="little")  # 0 beyond the tokenizer's
+        return scores.masked_fill(torch.from_numpy(may_be == 0).to(scores.device), -torch.inf)
 
 
 def _share_in(rows: Sequence[Row], others: Sequence[Row]) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.cluster import KMeans
-from transformers import AutoModel, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoTokenizer, GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
 
 from hf_dpopt import DPConfigError
 from recipes import hub
@@ -187,24 +187,22 @@ def generate_rows(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     controls: Controls,
-    counts: Mapping[str, np.ndarray],
-    num_rows: int,
-    *,
+    counts: Histograms,
+    args: Any,
     max_length: int,
-    batch_size: int,
-    top_p: float,
-    temperature: float,
     seed: int,
 ) -> Rows:
-    """Sample so many different texts; values of the control columns and lengths are drawn from private counts.
+    """Sample different texts, `oversampling` for each row, with control columns and lengths drawn from private counts.
 
     A text that occurred before is drawn again, in at most `ROUNDS` rounds. One that did not end is cut after its last
     sentence.
 
     Args:
         counts: those of "controls" and "length".
+        args: `SyntheticArguments`.
         max_length: most tokens of prompt and text together.
     """
+    num_rows, batch_size = round(args.num_rows * args.oversampling), args.sampling_batch_size
     rng, found = np.random.default_rng(seed), dict[str, tuple[str, int]]()
     torch.manual_seed(seed)  # public: samples of a private model are post-processing
     for _ in range(ROUNDS):
@@ -218,7 +216,7 @@ def generate_rows(
             prompts = [controls.prompt(*both) for both in zip(cells[part], lengths[part], strict=True)]
             longest = int(lengths[part].max())
             most = (max_length if longest == len(LENGTHS) else int(TOKENS_PER_WORD * LENGTHS[longest]) + 8, max_length)
-            texts = sample(model, tokenizer, prompts, min(most), max_length, top_p, temperature)
+            texts = sample(model, tokenizer, prompts, min(most), max_length, args)
             for (whole, has_ended), cell in zip(texts, cells[part], strict=True):
                 text = " ".join(whole.split())
                 if text := text if has_ended else finished(text):
@@ -236,19 +234,19 @@ def sample(
     prompts: Sequence[str],
     max_new_tokens: int,
     max_length: int,
-    top_p: float,
-    temperature: float,
+    args: Any,
+    *processors: LogitsProcessor,
 ) -> list[tuple[str, bool]]:
     """One text for each prompt, and whether it has ended."""
     tokenizer.padding_side = "left"
     inputs = tokenizer(list(prompts), return_tensors="pt", padding=True, return_token_type_ids=False).to(model.device)
     width = inputs["input_ids"].shape[1]
     config = GenerationConfig(
-        max_new_tokens=max(1, min(max_new_tokens, max_length - width)), do_sample=True, top_p=top_p, top_k=0,
-        temperature=temperature, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        max_new_tokens=max(1, min(max_new_tokens, max_length - width)), do_sample=True, top_p=args.top_p, top_k=0,
+        temperature=args.temperature, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     with torch.no_grad():
-        out = model.generate(**inputs, generation_config=config)[:, width:]
+        out = model.generate(**inputs, generation_config=config, logits_processor=[*processors])[:, width:]
     has_ended = (out == tokenizer.eos_token_id).any(1).tolist()
     texts = tokenizer.batch_decode(out, skip_special_tokens=True)
     return [(text.strip(), ended) for text, ended in zip(texts, has_ended, strict=True)]
@@ -349,9 +347,14 @@ class TextRows:
         self.sizes = {
             "controls": len(controls.values), "length": len(LENGTHS) + 1, "cluster": len(self._centres),
         }  # fmt: skip
-        self.prompts = [*map(controls.prompt, cells[0], lengths)]
+        self._prompts = [*map(controls.prompt, cells[0], lengths)]
         every = range(len(controls.values))
         self.codes = [controls.prompt(cell, length) for cell in every for length in range(len(LENGTHS) + 1)]
+
+    def records(self, model: str) -> list[dict[str, Any]]:
+        """Control codes and text of each record."""
+        pairs = zip(self._prompts, self.texts, strict=True)
+        return [{"prompt": prompt, "completion": f" {text}"} for prompt, text in pairs]
 
     def num_tokens(self, tokenizer: PreTrainedTokenizerBase) -> int:
         """Of `least`."""
@@ -369,10 +372,7 @@ class TextRows:
             DPConfigError: if the model samples empty texts alone.
         """
         args = self._args
-        rows = generate_rows(
-            model, tokenizer, self._controls, counts, round(args.num_rows * args.oversampling), max_length=max_length,
-            batch_size=args.sampling_batch_size, top_p=args.top_p, temperature=args.temperature, seed=self._seed,
-        )  # fmt: skip
+        rows = generate_rows(model, tokenizer, self._controls, counts, args, max_length, self._seed)
         if not rows.texts:
             raise DPConfigError(
                 "model_name_or_path: it sampled empty texts alone. Train longer, or use another model."

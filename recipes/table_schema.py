@@ -1,4 +1,4 @@
-"""A public schema of a table, and its rows as text: ``age: 43, city: Bonn, note: "said \\"no\\", twice"``.
+"""A public schema of a table, and its rows as text: ``{"age":43,"city":"Bonn","note":"said \\"no\\", twice"}``.
 
 The schema is a JSON file that the user writes. Nothing in it may be read from the records, since it is published:
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -32,11 +31,8 @@ from recipes.tables import Table, check_columns
 Row = tuple[Any, ...]  # a value for each column; None where it is missing
 
 KEYS = {"integer": ("min", "max"), "number": ("min", "max"), "category": ("values",), "text": ()}  # of each type
-NUMBER = {"integer": "-?[0-9]+", "number": r"-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?"}
-STRING = r'"(?:[^"\\]|\\.)*"'  # of JSON
-PLAIN = re.compile(r"\w+(?:[ ./+-]\w+)*")  # what needs no quotes
+NUMBERS = ("integer", "number")
 HALF = re.compile(r"[\ud800-\udfff]")  # of a surrogate pair: JSON can name one alone, UTF-8 cannot hold it
-MISSING = "?"
 MOST_INTERVALS = 10  # of a range, in a histogram
 ID = re.compile(r"(?i:(?:.*[\W_])?(?:id|idx|uuid|guid|key|nr|no|number))|.*[a-z]I[dD]")  # case_no, patientId
 LARGE_RANGE = 1000  # numbers
@@ -75,7 +71,7 @@ class Column:
             read = _from_json(str(given).lower())
             kinds = (bool,) if isinstance(read, bool) else (int, float)  # True == 1
             value = next(iter(same or [one for one in self.values if type(one) in kinds and one == read]), None)
-        elif self.type in NUMBER:
+        elif self.type in NUMBERS:
             with contextlib.suppress(ValueError):  # of what is not a number
                 number = float(str(given))
                 if math.isfinite(number) and (self.type == "number" or number.is_integer()):
@@ -85,31 +81,13 @@ class Column:
             raise ValueError(self.name)
         return value
 
-    def write(self, value: Any) -> str:
-        """Text of a value."""
-        if value is None:
-            return MISSING
-        if self.type == "text":
-            return json.dumps(value, ensure_ascii=False)
-        return str(value) if self.type in NUMBER else _quoted(str(value))
-
     @property
-    def pattern(self) -> str:
-        """Regular expression of what `write` writes."""
-        kinds = {"text": STRING, **NUMBER, "category": "|".join(re.escape(self.write(one)) for one in self.values)}
-        return kinds[self.type] + (rf"|\{MISSING}" if self.optional else "")
-
-    def read(self, written: str) -> Any:
-        """The value of a text that has the pattern.
-
-        Raises:
-            ValueError: for a number outside its range, or a string that is not one of JSON.
-        """
-        if written == MISSING:
-            return None
-        if self.type in NUMBER and not self.min <= float(written) <= self.max:
-            raise ValueError(written)
-        return self.fit(json.loads(written) if written.startswith('"') else written)
+    def of_json(self) -> dict[str, Any]:
+        """JSON schema of a value."""
+        if self.values:
+            return {"enum": [*self.values, *[None] * self.optional]}
+        kinds = [{"text": "string"}.get(self.type, self.type), *["null"] * self.optional]
+        return {"type": kinds} | ({"minimum": self.min, "maximum": self.max} if self.type in NUMBERS else {})
 
     @property
     def num_cells(self) -> int:
@@ -136,10 +114,6 @@ def _from_json(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-def _quoted(text: str) -> str:
-    return text if PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -207,20 +181,23 @@ class Schema:
 
     def write(self, row: Row) -> str:
         """A row as text."""
-        pairs = zip(self.columns, row, strict=True)
-        return ", ".join(f"{_quoted(column.name)}: {column.write(value)}" for column, value in pairs)
+        return json.dumps(dict(zip(self.names, row, strict=True)), ensure_ascii=False, separators=(",", ":"))
 
-    @functools.cached_property
-    def _pattern(self) -> re.Pattern[str]:
-        return re.compile(", ".join(f"{re.escape(_quoted(one.name))}: ({one.pattern})" for one in self.columns))
+    @property
+    def grammar(self) -> str:
+        """The texts of rows, each after a space, in Lark with a JSON schema, as llguidance reads it."""
+        of_row = {
+            "type": "object", "properties": {one.name: one.of_json for one in self.columns}, "required": self.names,
+            "additionalProperties": False, "x-guidance": {"whitespace_flexible": False},
+        }  # fmt: skip
+        return f'start: " " row\nrow: %json {json.dumps(of_row)}'
 
     def parse(self, text: str) -> Row | None:
-        """The row that a text says; None if it does not fit."""
-        found = self._pattern.fullmatch(text)
-        try:
-            return found and tuple(one.read(part) for one, part in zip(self.columns, found.groups(), strict=True))
-        except ValueError:
-            return None
+        """The row of a text of the grammar; None if a value is still not what a file can hold: half a character."""
+        row = json.loads(text)
+        with contextlib.suppress(ValueError):
+            return tuple(one.fit(row[one.name]) for one in self.columns)
+        return None
 
     @property
     def example(self) -> str:
@@ -266,7 +243,7 @@ def _column(where: str, name: str, given: Any) -> Column:
     if not isinstance(column.optional, bool):
         raise DPConfigError(f"{where}: optional must be true or false. Correct it.")
     ends = (column.min, column.max)
-    if kind in NUMBER and not (
+    if kind in NUMBERS and not (
         all(type(end) in (int, float)[: 1 + (kind == "number")] and abs(end) < 2**53 for end in ends)
         and column.min < column.max
     ):

@@ -13,6 +13,7 @@ EXTRAS = {
     "cvxpy": "convex",
     "datasets": "recipes",
     "h5py": "recipes",
+    "llguidance": "chat",
     "matplotlib": "plots",
     "opacus": "verify",
     "peft": "recipes",

@@ -24,6 +24,7 @@ from recipes.options import ModelArguments
 from recipes.paper.correlated_noise.strongly_convex import strongly_convex_bound
 from recipes.paper.runs import pyplot
 from recipes.stackoverflow_files import H5Rows
+from recipes.synthetic_table import _matcher
 
 # Packages that are loaded before code of ours asks for them: by a model with adapters, or by a dataset of Arrow files.
 BROUGHT = {
@@ -45,6 +46,7 @@ USES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "h5": ("h5py", lambda folder: H5Rows(folder / "a.h5").count()),
     "--lora_r": ("peft", lambda folder: add_lora(BertModel(_TINY), ModelArguments(lora_r=2), "FEATURE_EXTRACTION")),
     "adapter": ("peft", _adapter),
+    "--schema": ("llguidance.hf", lambda folder: _matcher(None, None)),
 }
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import random
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test]'")
 
@@ -20,13 +23,12 @@ from hf_dpopt.report.report import read_report
 from hf_dpopt.run.ledger import LEDGER
 from hf_dpopt.verify import FAILED, verify
 from recipes import synthetic
-from recipes.embedded.build import make_gpt2_tokenizer
 from recipes.histogram import FOLDER
-from recipes.synthetic_table import PROMPT
-from recipes.synthetic_text import rake
+from recipes.synthetic_table import PROMPT, Fits, TableRows, _matcher
+from recipes.synthetic_text import rake, sample
 from recipes.table_schema import Column, Schema
 from recipes.tables import Table
-from tests.recipes.conftest import SYNTHETIC, as_words, refusal
+from tests.recipes.conftest import SYNTHETIC, as_words, refusal, save_gpt2
 
 CITIES = ["Bonn", "Köln, Porz", "Ulm"]
 SCHEMA: dict[str, dict[str, Any]] = {
@@ -53,48 +55,17 @@ def write(name: str, start: int, end: int, header: str = "age,weight,city,sick,p
     return name
 
 
-def save_model(folder: Path) -> None:
-    """A language model of rows that are drawn from the schema alone: of each column any value."""
-    schema, rng = schema_of(SCHEMA), np.random.default_rng(0)
-    rows = [
-        schema.write((int(age), weight, city, sick))
-        for age, weight, city, sick in zip(
-            rng.integers(20, 30, 400), rng.choice([61.5, 70.0, None], 400), rng.choice(CITIES, 400),
-            rng.choice(["no", "yes"], 400), strict=True,
-        )
-    ]  # fmt: skip
-    tokenizer = make_gpt2_tokenizer([f"{PROMPT} {row}" for row in rows])
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=64, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    ids = [tokenizer(f"{PROMPT} {row}")["input_ids"] + [0] for row in rows]
-    for step in range(150):
-        some = [torch.tensor(ids[i]) for i in range(step % 25 * 16, step % 25 * 16 + 16)]
-        batch = torch.nn.utils.rnn.pad_sequence(some, batch_first=True, padding_value=-100)
-        model(input_ids=batch.clamp(min=0), labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.save_pretrained(folder)
-
-
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    made = tmp_path_factory.mktemp("made")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(made)
-        save_model(made / "model")
-    return made / "model"
+def model(tmp_path_factory) -> str:
+    """A language model that has learned nothing: the grammar alone makes rows of what it writes."""
+    return save_gpt2(tmp_path_factory.mktemp("model"), n_positions=128, initializer_range=0.3)
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, model) -> Path:
     """A schema and two files in the working directory."""
     monkeypatch.chdir(tmp_path)
-    FLAGS["model_name_or_path"] = str(model)
+    FLAGS["model_name_or_path"] = model
     Path("schema.json").write_text(json.dumps(SCHEMA))
     write("train.csv", 0, 60)
     write("test.csv", 60, 85)
@@ -103,7 +74,7 @@ def folder(tmp_path, monkeypatch, model) -> Path:
 
 FLAGS = SYNTHETIC | {
     "train_file": "train.csv", "validation_file": "test.csv", "schema": "schema.json", "label_column": "sick",
-    "num_rows": "30", "learning_rate": "1e-4", "max_length": "64",
+    "num_rows": "30", "learning_rate": "1e-4", "max_length": "128",
 }  # fmt: skip
 
 
@@ -123,14 +94,12 @@ def test_one_command_makes_a_table_of_the_schema(folder, capsys):
     for age, weight, city, sick in rows:
         assert age.isdigit() and 20 <= int(age) <= 29 and city in CITIES and sick in ("no", "yes")
         assert not weight or 50 <= float(weight) <= 80
-    assert len({row[0] for row in rows}) > 1  # noise that hides nine of ten ages has a probability below 1e-4
+    assert len({row[0] for row in rows}) > 1
     scores = json.loads(Path("out/evaluation.json").read_text())
-    share = scores["share_that_fits_the_schema"]
-    assert 0 < share <= 1 and f"{share:.1%} of the sampled rows fit the schema" in printed
     assert {f"distance_of_{name}_from_{of}" for name in SCHEMA for of in ("counts", "held_out_rows")} <= scores.keys()
     assert 0 <= scores["accuracy_of_synthetic"] <= 100
     card = Path("out/dataset/README.md").read_text()
-    assert f"| share that fits the schema | {share:.4g} |" in card and "`age`, `weight`, `city`, `sick`" in card
+    assert "| distance of age from counts | " in card and "`age`, `weight`, `city`, `sick`" in card
     assert 7.5 < read_report("out").epsilon <= 8
     assert "public schema" in Path("out/privacy/statement.md").read_text()
     for path in (Path("out"), Path("out") / FOLDER):
@@ -149,34 +118,21 @@ def test_users_and_json_lines_keep_their_types(folder, capsys):
     of_users = {"privacy_unit": "user", "user_id_column": "person", "expected_batch_size": "8"}
     flags = words(train_file="train.jsonl", validation_file=None, label_column=None, **of_users)
 
-    def sampled(model, tokenizer, prompts, *_):
-        texts = [
-            "age: 21, weight: ?, city: Ulm, sick: True",
-            "age: 21, weight: 60",
-            "age: 22, weight: 61.5, city: Bonn, sick: False",
-        ]
-        return [(texts[i % 3], True) for i in range(len(prompts))]
-
-    with pytest.MonkeyPatch.context() as patch:  # this model knows no such rows
-        patch.setattr("recipes.synthetic_table.sample", sampled)
-        assert synthetic.run(flags) == 0, capsys.readouterr().err
+    assert synthetic.run(flags) == 0, capsys.readouterr().err
     made = [json.loads(line) for line in Path("out/dataset/synthetic.jsonl").open()]
-    fit = {(21, None, "Ulm", True), (22, 61.5, "Bonn", False)}  # noisy counts say how many of each
-    assert len(made) == 30 and {tuple(row.values()) for row in made} <= fit
-    assert {tuple(map(type, row.values())) for row in made} <= {tuple(map(type, row)) for row in fit}
-    assert json.loads(Path("out/evaluation.json").read_text())["share_that_fits_the_schema"] == pytest.approx(
-        2 / 3, abs=0.01
-    )
+    assert len(made) == 30 and all(list(row) == list(schema) for row in made)
+    assert {type(row["sick"]) for row in made} == {bool} and {type(row["age"]) for row in made} == {int}
+    assert {type(row["weight"]) for row in made} <= {float, type(None)} and {row["city"] for row in made} <= {*CITIES}
     assert read_report("out").plan["num_examples"] == 20
 
 
-def test_no_row_that_fits_ends_in_one_line_and_keeps_the_model(folder, capsys, monkeypatch):
+def test_no_row_that_ends_is_one_line_and_keeps_the_model(folder, capsys, monkeypatch):
     monkeypatch.setattr(
-        "recipes.synthetic_table.sample", lambda model, tokenizer, prompts, *_: [("?", True)] * len(prompts)
+        "recipes.synthetic_table.sample", lambda model, tokenizer, prompts, *_: [("{", False)] * len(prompts)
     )
     assert synthetic.run(words(num_rows="2")) == 2
     last = capsys.readouterr().err.rstrip().splitlines()[-1]
-    assert last.startswith("error: schema=schema.json: none of 9 sampled rows fits it.") and "stays spent" in last
+    assert last.startswith("error: max_length=128: none of 3 sampled rows ends within it.") and "stays spent" in last
     assert Path("out/adapter_model.safetensors").exists()
 
 
@@ -255,7 +211,9 @@ BAD = {  # what is wrong -> how to make it, part of the message
     "label without a schema": (lambda: {"schema": None, "text_column": "city"}, "label_column=sick: needs a schema"),
     "control columns": (lambda: {"control_columns": "sick"}, "control_columns: is for texts"),
     "public text": (lambda: {"public_file": "test.csv"}, "public_file: is for texts"),
-    "no room for a row": (lambda: {"max_length": "12"}, "max_length=12: control codes and a row such as 'age: 20, "),
+    "no room for a row": (
+        lambda: {"max_length": "20"}, """max_length=20: control codes and a row such as '{"age":20,""",
+    ),
     "nobody said whose": (lambda: {"eval_data_privacy": None}, "Add --eval_data_privacy public"),
     "a ledger without room": (
         lambda: {"privacy_ledger": "people.json", "privacy_ledger_epsilon": "4"}, "privacy_ledger=people.json: counts"
@@ -298,6 +256,11 @@ def test_ids_are_warned_of_by_what_is_public(folder, caplog, capsys):
     )
 
 
+@pytest.fixture(scope="module")
+def tokenizer(model) -> Any:
+    return AutoTokenizer.from_pretrained(model)
+
+
 LETTERS = [*"aZ0 ,:\"\\{}[]?\n\t'", "\u00fc", "\u6f22", "\U0001f600", "\u2028"]
 
 
@@ -329,50 +292,104 @@ def any_value(draw: random.Random, column: Column) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_row_to_text_to_row_is_the_identity(tmp_path, seed):
+def test_row_to_text_to_row_is_the_identity(tmp_path, tokenizer, seed):
     draw = random.Random(seed)
     path = tmp_path / "any.json"
     path.write_text(json.dumps({any_text(draw, 1): any_column(draw) for _ in range(draw.randint(1, 4))}))
     schema = Schema.of_file(str(path))
     row = tuple(any_value(draw, column) for column in schema.columns)
-    back = schema.parse(schema.write(row))
+    text = schema.write(row)
+    back = schema.parse(text)
     assert back == row and [*map(type, back)] == [*map(type, row)]
     assert schema.parse(schema.example) is not None
+    if not re.search("e-[0-9]", text):  # of exponents the grammar has none
+        ids = tokenizer(f" {text}")["input_ids"]
+        assert _matcher(tokenizer, schema).validate_tokens(ids) == len(ids)
     for column, value in zip(schema.columns, row, strict=True):
         assert column.fit(value) == value and 0 <= column.cell(value) < column.num_cells
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_row_that_ends_fits_whatever_the_model(tmp_path, tokenizer, model, seed):
+    draw = random.Random(seed)
+    path = tmp_path / "any.json"
+    path.write_text(json.dumps({any_text(draw, 1): any_column(draw) for _ in range(draw.randint(1, 4))}))
+    schema = Schema.of_file(str(path))
+    torch.manual_seed(seed)
+    lm, args = AutoModelForCausalLM.from_pretrained(model), SimpleNamespace(top_p=1.0, temperature=1.0)
+    lm.resize_token_embeddings(len(tokenizer) + 7)  # as many models have
+    found = sample(lm, tokenizer, [PROMPT] * 16, 120, 128, args, Fits(_matcher(tokenizer, schema)))
+    ended = [json.loads(text) for text, has_ended in found if has_ended]
+    assert ended or any(column.type in ("text", "number") for column in schema.columns)  # they may go on and on
+    for row in ended:
+        assert [*row] == schema.names
+        for column, value in zip(schema.columns, row.values(), strict=True):
+            assert_fits(column, value)
+
+
+def assert_fits(column: Column, value: Any) -> None:
+    if value is None:
+        assert column.optional
+    elif column.type == "category":
+        assert value in column.values
+    elif column.type == "text":
+        assert isinstance(value, str)
+    else:
+        assert type(value) in (int, float) and column.min <= value <= column.max
+        assert column.type == "number" or float(value).is_integer()
+
+
+def test_what_is_learned_is_where_a_row_may_go_on_in_several_ways(tmp_path, monkeypatch, tokenizer, model):
+    """Against all rows of a small schema, written out."""
+    monkeypatch.chdir(tmp_path)
+    described = {
+        "age": SCHEMA["age"] | {"max": 23},
+        "city": SCHEMA["city"],
+        "sick": SCHEMA["sick"] | {"optional": True},
+    }
+    schema = schema_of(described)
+    rows = [*itertools.product(range(20, 24), CITIES, ["no", "yes", None])]
+    every = [f" {schema.write(row)}" for row in rows]
+    tokens = [tokenizer.decode([token]) for token in range(len(tokenizer))]
+    data = TableRows(None, schema, rows[:10], [], 0)
+    for row, record in zip(rows, data.records(model), strict=False):
+        start = tokenizer(PROMPT)["input_ids"]
+        ids, labels = (record[name][len(start) :] for name in ("input_ids", "labels"))
+        assert (
+            record["labels"][: len(start)] == [-100] * len(start)
+            and tokenizer.decode(ids[:-1]) == f" {schema.write(row)}"
+        )
+        assert ids[-1] == tokenizer.eos_token_id and labels[-1] == -100
+        for place, (token, label) in enumerate(zip(ids[:-1], labels[:-1], strict=True)):
+            before = tokenizer.decode(ids[:place])
+            may_be = {one for one in tokens if one and any(text.startswith(before + one) for text in every)}
+            assert label == (token if len(may_be) > 1 else -100), (before, may_be)
+
+
+def test_a_number_with_an_exponent_is_learned_and_not_printed(tmp_path, monkeypatch, model, capfd):
+    monkeypatch.chdir(tmp_path)
+    schema = schema_of({"dose": {"type": "number", "min": 0, "max": 1}, "sick": SCHEMA["sick"]})
+    [record] = TableRows(None, schema, [(1e-7, "no")], [], 0).records(model)
+    learned = [label for label in record["labels"] if label != -100]
+    assert AutoTokenizer.from_pretrained(model).decode(learned).startswith("1e-07")
+    assert "".join(capfd.readouterr()) == ""  # the grammar has no exponents, and its library would quote it
 
 
 def test_a_row_in_words(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     schema = schema_of(SCHEMA | {"note": {"type": "text"}})
-    row = (23, 61.5, "Köln, Porz", "no", 'said "no",\ntwice')
-    assert schema.write(row) == r'age: 23, weight: 61.5, city: "Köln, Porz", sick: no, note: "said \"no\",\ntwice"'
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "age: 30, weight: ?, city: Ulm, sick: no", "age: 19, weight: ?, city: Ulm, sick: no",
-        "age: 2.5, weight: ?, city: Ulm, sick: no", "age: ?, weight: ?, city: Ulm, sick: no",
-        "age: 25, weight: 1e99, city: Ulm, sick: no", "age: 25, weight: nan, city: Ulm, sick: no",
-        "age: 25, weight: ?, city: Rom, sick: no", "age: 25, weight: ?, city: Köln, Porz, sick: no",
-        "age: 25, weight: ?, city: Ulm", "age: 25, weight: ?, city: Ulm, sick: no, sick: no",
-        "weight: ?, age: 25, city: Ulm, sick: no", "age: ２５, weight: ?, city: Ulm, sick: no", "",
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_is_not_parsed(tmp_path, monkeypatch, text):
-    monkeypatch.chdir(tmp_path)
-    schema = schema_of(SCHEMA)
-    assert schema.parse("age: 25, weight: ?, city: Ulm, sick: no") == (25, None, "Ulm", "no")
-    assert schema.parse(text) is None
+    row = (23, None, "Köln, Porz", "no", 'said "no",\ntwice')
+    assert schema.write(row) == (
+        r'{"age":23,"weight":null,"city":"Köln, Porz","sick":"no","note":"said \"no\",\ntwice"}'
+    )
 
 
 def test_half_a_character_is_not_text(tmp_path, monkeypatch):
     """A model may sample one: the file of the rows could not be written, once all was spent."""
     monkeypatch.chdir(tmp_path)
     schema = schema_of({"note": {"type": "text"}})
-    assert schema.parse(r'note: "a\ud83d\ude00"') == ("a\U0001f600",)
-    assert schema.parse(r'note: "a\ud83d"') is None
+    assert schema.parse(r'{"note":"a\ud83d\ude00"}') == ("a\U0001f600",)
+    assert schema.parse(r'{"note":"a\ud83d"}') is None
     with pytest.raises(DPConfigError, match="row 1: 'note' is missing, or is not"):
         schema.rows(Table("t", {"note": ["a\ud83d"]}))
 
