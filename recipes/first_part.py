@@ -29,8 +29,8 @@ def check_epsilon(args: DPTrainingArguments, epsilon: float, option: str) -> Non
     """
     if args.target_epsilon is None or not 0 < epsilon < args.target_epsilon:
         raise DPConfigError(
-            f"{option}: epsilon={epsilon:g} is no part of target_epsilon={args.target_epsilon}. Give --target_epsilon, "
-            "and about an eighth of it to this part."
+            f"{option}: epsilon={epsilon:g} is no part of target_epsilon={args.target_epsilon}. Give "
+            "--target_epsilon, and about an eighth of it to this part."
         )
     if args.tuned_runs is not None:
         raise DPConfigError(f"tuned_runs={args.tuned_runs:g}: has no analysis for a run in two parts. Leave it out.")

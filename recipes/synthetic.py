@@ -376,7 +376,7 @@ def check_trial(trainer: Any, data: TextRows | TableRows) -> None:
             "model_name_or_path: its tokenizer has no end token, or no tokens for the control codes. Repair its files."
         )
     most = most_tokens(trainer.model, trainer.args.max_length or LONGEST)
-    needed = max(sizes) + data.num_tokens(tokenizer)
+    needed = max(sizes) + data.num_tokens
     if most < needed:
         raise DPConfigError(
             f"max_length={most}: control codes and {data.least} take {needed} tokens. Set --max_length {needed} or "

@@ -45,56 +45,59 @@ class TableRows:
         self.columns, self.cells, self.sizes = schema.names, schema.cells(train), schema.sizes
         self.meaning = repr(schema)
         self.texts = [*map(schema.write, train)]
-        self.codes, self.least = [PROMPT], f"a row such as '{schema.example}'"
-        logger.info(f"A row is learned as: {PROMPT} {schema.example}")
+        self._example = max(schema.examples, key=len)
+        self.codes, self.least = [PROMPT], f"a row such as '{self._example}'"
+        logger.info(f"A row is learned as: {PROMPT} {self._example}")
 
     def records(self, model: str) -> list[dict[str, Any]]:
-        """Token ids of each row; labels where a row may go on in several ways: the rest is written by the grammar.
+        """Token ids of each row; labels where it may go on in several ways: the grammar writes the rest.
 
         Raises:
-            DPConfigError: if the tokenizer cannot be used with the grammar.
+            DPConfigError: if the tokenizer cannot write every row of the schema.
         """
         tokenizer = AutoTokenizer.from_pretrained(model)
         start, end = tokenizer(PROMPT)["input_ids"], tokenizer.eos_token_id
-        begun, found = _matcher(tokenizer, self._schema), []
-        for text in [self._schema.example, *self.texts]:
-            ids, row = tokenizer(f"{PROMPT} {text}")["input_ids"][len(start) :], begun.deep_copy()
-            if not found and row.validate_tokens(ids) < len(ids):
-                raise DPConfigError("model_name_or_path: its tokenizer writes no rows of a schema. Use another model.")
-            labels = [-100] * len(start)
-            for token in ids:  # a number with an exponent is not in the grammar
-                is_open = row.is_error() or int.from_bytes(row.compute_bitmask()).bit_count() > 1
-                labels.append(token if is_open else -100)
+        texts = [f"{PROMPT} {text}" for text in [*self._schema.examples, *self.texts]]
+        every = [ids[len(start) :] for ids in tokenizer(texts, split_special_tokens=True)["input_ids"]]
+        begun, num, found = _matcher(tokenizer, self._schema), len(texts) - len(self.texts), []
+        self.num_tokens = max(map(len, every[:num])) + 1
+        for text, ids in zip(texts[:num], every, strict=False):
+            if begun.deep_copy().validate_tokens(ids) < len(ids):
+                raise DPConfigError(
+                    f"schema={self._args.schema}: the tokenizer of the model cannot write {text!r} with its grammar "
+                    f"({begun.get_error() or 'a character is unknown'}). Correct the schema, or use another model."
+                )
+        for ids in every[num:]:
+            row, labels = begun.deep_copy(), [-100] * len(start)
+            for token in ids:  # of exponents and of some control characters the grammar has none
+                labels.append(token if row.is_error() or not row.compute_ff_tokens() else -100)
                 row.consume_token(token)
             found.append({"input_ids": [*start, *ids, end], "labels": [*labels, -100]})
-        return found[1:]
-
-    def num_tokens(self, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Of `least`, with its end."""
-        return len(tokenizer(f" {self._schema.example}")["input_ids"]) + 1
+        return found
 
     def make(self, model: Any, tokenizer: PreTrainedTokenizerBase, counts: Histograms, max_length: int) -> Made:
         """As `TextRows.make`: rows that fit the schema, drawn so that each column has the shares of its counts.
 
         Raises:
-            DPConfigError: if no sampled row fits.
+            DPConfigError: if no sampled row ends.
         """
         args, found = self._args, list[Row]()
         wanted = math.ceil(args.num_rows * args.oversampling)
+        begun = _matcher(tokenizer, self._schema)
         torch.manual_seed(self._seed)  # public: samples of a private model are post-processing
         for start in range(0, wanted, args.sampling_batch_size):
             num = min(args.sampling_batch_size, wanted - start)
-            fits = Fits(_matcher(tokenizer, self._schema))
-            texts = sample(model, tokenizer, [PROMPT] * num, max_length, max_length, args, fits)
+            texts = sample(model, tokenizer, [PROMPT] * num, max_length, max_length, args, Fits(begun))
             found += filter(None, (self._schema.parse(text) for text, has_ended in texts if has_ended))
             if start // args.sampling_batch_size % 10 == 9:
                 logger.info(f"{len(found)} of {wanted} rows are sampled.")
         if not found:
             raise DPConfigError(
-                f"max_length={max_length}: none of {wanted} sampled rows ends within it. The model is in output_dir, "
-                "and what was spent stays spent. Sampling again costs nothing: add --resume_from_checkpoint True and "
-                "a larger --max_length or a lower --temperature."
+                f"max_length={max_length}: none of {wanted} sampled rows ends within it. Sample again, which costs "
+                "nothing: --resume_from_checkpoint True, and a larger --max_length or a lower --temperature."
             )
+        if len(found) < args.num_rows:
+            logger.warning(f"Only {len(found)} of {wanted} sampled rows end within {max_length} tokens.")
         cells = [np.array(places) for places in self._schema.cells(found).values()]
         weights = rake(cells, [shares(counts[name]) for name in self.columns])
         keys = np.random.default_rng(self._seed).exponential(size=len(found)) / weights
@@ -144,8 +147,7 @@ class Fits(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores of the next tokens, (B, V), with -inf for the others."""
         for row, token in zip(self._rows, input_ids[:, -1].tolist(), strict=bool(self._rows)):
-            if not row.is_stopped():
-                row.consume_token(token)
+            row.consume_token(token)
         self._rows = self._rows or [self._row.deep_copy() for _ in input_ids]
         bits = np.stack([np.frombuffer(row.compute_bitmask(), np.uint8) for row in self._rows])
         may_be = np.unpackbits(bits, axis=1, count=scores.shape[1], bitorder="little")  # 0 beyond the tokenizer's

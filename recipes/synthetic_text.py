@@ -241,12 +241,12 @@ def sample(
     tokenizer.padding_side = "left"
     inputs = tokenizer(list(prompts), return_tensors="pt", padding=True, return_token_type_ids=False).to(model.device)
     width = inputs["input_ids"].shape[1]
-    config = GenerationConfig(
+    model.generation_config = GenerationConfig(  # not the model's own, which may bar values that occurred before
         max_new_tokens=max(1, min(max_new_tokens, max_length - width)), do_sample=True, top_p=args.top_p, top_k=0,
         temperature=args.temperature, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     with torch.no_grad():
-        out = model.generate(**inputs, generation_config=config, logits_processor=[*processors])[:, width:]
+        out = model.generate(**inputs, logits_processor=[*processors])[:, width:]
     has_ended = (out == tokenizer.eos_token_id).any(1).tolist()
     texts = tokenizer.batch_decode(out, skip_special_tokens=True)
     return [(text.strip(), ended) for text, ended in zip(texts, has_ended, strict=True)]
@@ -323,7 +323,7 @@ class TextRows:
     """
 
     task, public_parts = "text-generation", "values of the control columns, the encoder and its clusters"
-    least = f"a text of {LENGTHS[0]} words"
+    least, num_tokens = f"a text of {LENGTHS[0]} words", int(TOKENS_PER_WORD * LENGTHS[0])
 
     def __init__(
         self,
@@ -344,9 +344,7 @@ class TextRows:
         self._embeddings = embed(texts, self._encoder)
         lengths, clusters = [*map(length_cell, texts)], nearest(self._embeddings, self._centres).tolist()
         self.cells = {"controls": cells[0], "length": lengths, "cluster": clusters}
-        self.sizes = {
-            "controls": len(controls.values), "length": len(LENGTHS) + 1, "cluster": len(self._centres),
-        }  # fmt: skip
+        self.sizes = {"controls": len(controls.values), "length": len(LENGTHS) + 1, "cluster": len(self._centres)}
         self._prompts = [*map(controls.prompt, cells[0], lengths)]
         every = range(len(controls.values))
         self.codes = [controls.prompt(cell, length) for cell in every for length in range(len(LENGTHS) + 1)]
@@ -355,10 +353,6 @@ class TextRows:
         """Control codes and text of each record."""
         pairs = zip(self._prompts, self.texts, strict=True)
         return [{"prompt": prompt, "completion": f" {text}"} for prompt, text in pairs]
-
-    def num_tokens(self, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Of `least`."""
-        return int(TOKENS_PER_WORD * LENGTHS[0])
 
     @property
     def columns(self) -> list[str]:
@@ -374,9 +368,7 @@ class TextRows:
         args = self._args
         rows = generate_rows(model, tokenizer, self._controls, counts, args, max_length, self._seed)
         if not rows.texts:
-            raise DPConfigError(
-                "model_name_or_path: it sampled empty texts alone. Train longer, or use another model."
-            )
+            raise DPConfigError("model_name_or_path: it sampled empty texts alone. Use another, or train longer.")
         embeddings = embed(rows.texts, self._encoder)
         clusters = nearest(embeddings, self._centres)
         kept = resample(rows, clusters, counts, args.num_rows, np.random.default_rng(self._seed))

@@ -76,7 +76,7 @@ class Column:
                 number = float(str(given))
                 if math.isfinite(number) and (self.type == "number" or number.is_integer()):
                     value = min(max(number, self.min), self.max)
-                    value = int(value) if self.type == "integer" else float(value)
+                    value = int(value) if self.type == "integer" else float(value) + 0.0  # -0.0
         if value is None and not self.optional:
             raise ValueError(self.name)
         return value
@@ -193,18 +193,18 @@ class Schema:
         return f'start: " " row\nrow: %json {json.dumps(of_row)}'
 
     def parse(self, text: str) -> Row | None:
-        """The row of a text of the grammar; None if a value is still not what a file can hold: half a character."""
-        row = json.loads(text)
+        """The row of a text; None for a text that is none, or with half a character, which no file can hold."""
         with contextlib.suppress(ValueError):
+            row = json.loads(text)
             return tuple(one.fit(row[one.name]) for one in self.columns)
         return None
 
     @property
-    def example(self) -> str:
-        """The text of a row with the longest categories and ends of ranges, and with empty texts."""
-        ends = ({"text": [""], "category": one.values}.get(one.type, (one.min, one.max)) for one in self.columns)
-        longest = (max(some, key=lambda end: len(str(end))) for some in ends)
-        return self.write(tuple(one.fit(end) for one, end in zip(self.columns, longest, strict=True)))
+    def examples(self) -> list[str]:
+        """Texts of rows that have, between them, every category and both ends of every range."""
+        kinds = [one.values or ((one.min, one.max) if one.type in NUMBERS else ("",)) for one in self.columns]
+        rows = ([some[i % len(some)] for some in kinds] for i in range(max(map(len, kinds))))
+        return [self.write(tuple(one.fit(end) for one, end in zip(self.columns, row, strict=True))) for row in rows]
 
     def cells(self, rows: Iterable[Row]) -> dict[str, list[int]]:
         """Column -> place of each row's value in its histogram."""
@@ -248,6 +248,9 @@ def _column(where: str, name: str, given: Any) -> Column:
         and column.min < column.max
     ):
         raise DPConfigError(f"{where}: min and max must be of type {kind}, and min below max. Correct them.")
+    for number in (*ends, *column.values):
+        if isinstance(number, float) and not re.fullmatch(r"-?[0-9]+[.][0-9]+", repr(number)):
+            raise DPConfigError(f"{where}: {number} is written with an exponent or is none. Use another unit.")
     if kind != "category":
         return column
     values = given["values"] if isinstance(given["values"], list) else []

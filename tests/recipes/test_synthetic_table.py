@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test]'")
 
@@ -132,7 +133,7 @@ def test_no_row_that_ends_is_one_line_and_keeps_the_model(folder, capsys, monkey
     )
     assert synthetic.run(words(num_rows="2")) == 2
     last = capsys.readouterr().err.rstrip().splitlines()[-1]
-    assert last.startswith("error: max_length=128: none of 3 sampled rows ends within it.") and "stays spent" in last
+    assert last.startswith("error: max_length=128: none of 3 sampled rows ends within it.") and "costs nothing" in last
     assert Path("out/adapter_model.safetensors").exists()
 
 
@@ -189,6 +190,8 @@ BAD = {  # what is wrong -> how to make it, part of the message
     "range upside down": (lambda: _schema(age={"type": "integer", "min": 9, "max": 1}), "'age': min and max must be"),
     "range of fractions": (lambda: _schema(age={"type": "integer", "min": 0.5, "max": 9}), "of type integer"),
     "endless range": (lambda: _text('{"age": {"type": "number", "min": 0, "max": Infinity}}'), "of type number"),
+    "exponents": (lambda: _schema(age={"type": "number", "min": 0, "max": 1e-5}), "column 'age': 1e-05 is written with"),
+    "no number": (lambda: _text('{"a": {"type": "category", "values": [1, NaN]}}'), "column 'a': nan is written with"),
     "optional, perhaps": (lambda: _schema(age=SCHEMA["age"] | {"optional": "no"}), "optional must be true or false"),
     "one value twice": (lambda: _schema(sick={"type": "category", "values": [1, "1"]}), "'sick': values must be"),
     "no values": (lambda: _schema(sick={"type": "category", "values": []}), "'sick': values must be"),
@@ -212,7 +215,7 @@ BAD = {  # what is wrong -> how to make it, part of the message
     "control columns": (lambda: {"control_columns": "sick"}, "control_columns: is for texts"),
     "public text": (lambda: {"public_file": "test.csv"}, "public_file: is for texts"),
     "no room for a row": (
-        lambda: {"max_length": "20"}, """max_length=20: control codes and a row such as '{"age":20,""",
+        lambda: {"max_length": "20"}, """max_length=20: control codes and a row such as '{"age":2""",
     ),
     "nobody said whose": (lambda: {"eval_data_privacy": None}, "Add --eval_data_privacy public"),
     "a ledger without room": (
@@ -274,8 +277,8 @@ def any_column(draw: random.Random) -> dict[str, Any]:
         return {"type": kind, "values": sorted({any_text(draw, 1) for _ in range(3)}), "optional": optional}
     if kind == "text":
         return {"type": kind, "optional": optional}
-    size = 2.0 ** draw.randint(-20, 49)
-    low, high = draw.uniform(-size, size), size
+    size = 2.0 ** draw.randint(-6, 30)
+    low, high = round(draw.uniform(-size, size), 4), size  # without an exponent
     ends = [int(low), int(high) + 1] if kind == "integer" else [low, high + 1]
     return {"type": kind, "min": ends[0], "max": ends[1], "optional": optional}
 
@@ -301,12 +304,15 @@ def test_row_to_text_to_row_is_the_identity(tmp_path, tokenizer, seed):
     text = schema.write(row)
     back = schema.parse(text)
     assert back == row and [*map(type, back)] == [*map(type, row)]
-    assert schema.parse(schema.example) is not None
+    assert all(schema.parse(example) for example in schema.examples)
     if not re.search("e-[0-9]", text):  # of exponents the grammar has none
         ids = tokenizer(f" {text}")["input_ids"]
         assert _matcher(tokenizer, schema).validate_tokens(ids) == len(ids)
     for column, value in zip(schema.columns, row, strict=True):
         assert column.fit(value) == value and 0 <= column.cell(value) < column.num_cells
+
+
+ARGS = SimpleNamespace(schema="s.json", num_rows=8, oversampling=1, sampling_batch_size=4, top_p=1.0, temperature=1.0)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -316,9 +322,9 @@ def test_every_row_that_ends_fits_whatever_the_model(tmp_path, tokenizer, model,
     path.write_text(json.dumps({any_text(draw, 1): any_column(draw) for _ in range(draw.randint(1, 4))}))
     schema = Schema.of_file(str(path))
     torch.manual_seed(seed)
-    lm, args = AutoModelForCausalLM.from_pretrained(model), SimpleNamespace(top_p=1.0, temperature=1.0)
+    lm = AutoModelForCausalLM.from_pretrained(model)
     lm.resize_token_embeddings(len(tokenizer) + 7)  # as many models have
-    found = sample(lm, tokenizer, [PROMPT] * 16, 120, 128, args, Fits(_matcher(tokenizer, schema)))
+    found = sample(lm, tokenizer, [PROMPT] * 16, 120, 128, ARGS, Fits(_matcher(tokenizer, schema)))
     ended = [json.loads(text) for text, has_ended in found if has_ended]
     assert ended or any(column.type in ("text", "number") for column in schema.columns)  # they may go on and on
     for row in ended:
@@ -351,7 +357,7 @@ def test_what_is_learned_is_where_a_row_may_go_on_in_several_ways(tmp_path, monk
     rows = [*itertools.product(range(20, 24), CITIES, ["no", "yes", None])]
     every = [f" {schema.write(row)}" for row in rows]
     tokens = [tokenizer.decode([token]) for token in range(len(tokenizer))]
-    data = TableRows(None, schema, rows[:10], [], 0)
+    data = TableRows(ARGS, schema, rows[:10], [], 0)
     for row, record in zip(rows, data.records(model), strict=False):
         start = tokenizer(PROMPT)["input_ids"]
         ids, labels = (record[name][len(start) :] for name in ("input_ids", "labels"))
@@ -366,10 +372,53 @@ def test_what_is_learned_is_where_a_row_may_go_on_in_several_ways(tmp_path, monk
             assert label == (token if len(may_be) > 1 else -100), (before, may_be)
 
 
+def test_what_a_model_bars_for_itself_bars_no_value(tmp_path, monkeypatch, tokenizer, model):
+    """Three equal values in a row: with the model's own settings, no token would be left in the second column."""
+    monkeypatch.chdir(tmp_path)
+    schema = schema_of({name: {"type": "category", "values": ["no"], "optional": name == "c"} for name in "abc"})
+    lm = AutoModelForCausalLM.from_pretrained(model)
+    lm.generation_config.no_repeat_ngram_size = 2
+    lm.generation_config.suppress_tokens = tokenizer("null")["input_ids"][:1]
+    flat = SimpleNamespace(top_p=1.0, temperature=50.0)
+    found = sample(lm, tokenizer, [PROMPT] * 16, 60, 128, flat, Fits(_matcher(tokenizer, schema)))
+    assert {text for text, _ in found} == {f'{{"a":"no","b":"no","c":{last}}}' for last in ('"no"', "null")}
+
+
+def test_the_end_token_in_a_text_is_text(tmp_path, monkeypatch, tokenizer, model):
+    monkeypatch.chdir(tmp_path)
+    schema = schema_of({"note": {"type": "text"}, "sick": SCHEMA["sick"]})
+    end, text = tokenizer.eos_token_id, f"a {tokenizer.eos_token} b"
+    [record] = TableRows(ARGS, schema, [(text, "no")], [], 0).records(model)
+    assert record["input_ids"].count(end) == 1 and record["input_ids"][-1] == end and end not in record["labels"]
+    assert tokenizer.decode([label for label in record["labels"] if label != -100]).startswith(text)
+
+
+def test_a_tokenizer_that_cannot_write_a_category_is_refused(folder, capsys, tmp_path):
+    """Köln is not the longest; its rows would all be cut off after K, once epsilon is charged."""
+    made = Tokenizer(models.Unigram([("<unk>", 0.0), *((chr(i), -3.0) for i in range(33, 127)), ("\u2581", -2.0)], 0))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="~", unk_token="<unk>").save_pretrained("cut")
+    lm = GPT2Config(vocab_size=len(made.get_vocab()), n_positions=256, n_embd=8, n_layer=1, n_head=1, eos_token_id=95)
+    GPT2LMHeadModel(lm).save_pretrained("cut")
+    last = refusal(synthetic.run(words(model_name_or_path="cut", max_length="250")), capsys)
+    assert "schema=schema.json: the tokenizer of the model cannot write" in last and "Köln" in last
+
+
+def test_too_few_rows_are_warned_of(tmp_path, monkeypatch, tokenizer, caplog):
+    monkeypatch.chdir(tmp_path)
+    schema = schema_of(SCHEMA)
+    texts = iter([(schema.examples[0], True), ("{", False)] * 4)
+    monkeypatch.setattr("recipes.synthetic_table.sample", lambda m, t, prompts, *_: [next(texts) for _ in prompts])
+    counts = {name: np.ones(size) for name, size in schema.sizes.items()}
+    columns, _ = TableRows(ARGS, schema, [(20, 61.5, "Ulm", "no")], [], 0).make(None, tokenizer, counts, 128)
+    assert len(columns[0]) == 4 and "Only 4 of 8 sampled rows end within 128 tokens." in caplog.text
+
+
 def test_a_number_with_an_exponent_is_learned_and_not_printed(tmp_path, monkeypatch, model, capfd):
     monkeypatch.chdir(tmp_path)
     schema = schema_of({"dose": {"type": "number", "min": 0, "max": 1}, "sick": SCHEMA["sick"]})
-    [record] = TableRows(None, schema, [(1e-7, "no")], [], 0).records(model)
+    [record] = TableRows(ARGS, schema, [(1e-7, "no")], [], 0).records(model)
     learned = [label for label in record["labels"] if label != -100]
     assert AutoTokenizer.from_pretrained(model).decode(learned).startswith("1e-07")
     assert "".join(capfd.readouterr()) == ""  # the grammar has no exponents, and its library would quote it
