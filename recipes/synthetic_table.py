@@ -50,7 +50,7 @@ class TableRows:
         logger.info(f"A row is learned as: {PROMPT} {self._example}")
 
     def records(self, model: str) -> list[dict[str, Any]]:
-        """Token ids of each row; labels where it may go on in several ways: the grammar writes the rest.
+        """Token ids of each row, and labels of the tokens that the schema leaves open; a grammar writes the others.
 
         Raises:
             DPConfigError: if the tokenizer cannot write every row of the schema.
@@ -64,7 +64,7 @@ class TableRows:
         for text, ids in zip(texts[:num], every, strict=False):
             if begun.deep_copy().validate_tokens(ids) < len(ids):
                 raise DPConfigError(
-                    f"schema={self._args.schema}: the tokenizer of the model cannot write {text!r} with its grammar "
+                    f"schema={self._args.schema}: the tokenizer of the model cannot write {text!r} "
                     f"({begun.get_error() or 'a character is unknown'}). Correct the schema, or use another model."
                 )
         for ids in every[num:]:
@@ -129,13 +129,13 @@ class TableRows:
 
 
 def _matcher(tokenizer: PreTrainedTokenizerBase, schema: Schema) -> Any:
-    """Of llguidance: tells which token may be next in a row. Without log_level=0 it would print tokens of records."""
+    """Make llguidance's matcher of a row. Above log_level=0 it would print tokens of records."""
     of_model = import_extra("llguidance.hf", "--schema").from_tokenizer(tokenizer)
     return import_extra("llguidance", "--schema").LLMatcher(of_model, schema.grammar, log_level=0)
 
 
 class Fits(LogitsProcessor):
-    """Leaves to each text of a batch the tokens with which it can still become a row of the schema.
+    """Allows each text of a batch only the tokens that can still lead to a row of the schema.
 
     Args:
         row: matcher of llguidance, of a row that has not begun.

@@ -193,7 +193,7 @@ class Schema:
         return f'start: " " row\nrow: %json {json.dumps(of_row)}'
 
     def parse(self, text: str) -> Row | None:
-        """The row of a text; None for a text that is none, or with half a character, which no file can hold."""
+        """The row of a text; None if it is not JSON, or holds half a character, which no file can hold."""
         with contextlib.suppress(ValueError):
             row = json.loads(text)
             return tuple(one.fit(row[one.name]) for one in self.columns)
@@ -248,12 +248,12 @@ def _column(where: str, name: str, given: Any) -> Column:
         and column.min < column.max
     ):
         raise DPConfigError(f"{where}: min and max must be of type {kind}, and min below max. Correct them.")
-    for number in (*ends, *column.values):
+    values = given["values"] if isinstance(given.get("values"), list) else []
+    for number in (*ends, *values):
         if isinstance(number, float) and not re.fullmatch(r"-?[0-9]+[.][0-9]+", repr(number)):
-            raise DPConfigError(f"{where}: {number} is written with an exponent or is none. Use another unit.")
+            raise DPConfigError(f"{where}: {number} is not a number in plain decimal notation. Use another unit.")
     if kind != "category":
         return column
-    values = given["values"] if isinstance(given["values"], list) else []
     texts = {str(value) for value in values if isinstance(value, (str, int, float))}
     if not texts or "" in texts or len(texts) < len(values):
         raise DPConfigError(f"{where}: values must be a list of different strings or numbers. Correct it.")

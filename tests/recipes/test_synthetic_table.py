@@ -190,11 +190,12 @@ BAD = {  # what is wrong -> how to make it, part of the message
     "range upside down": (lambda: _schema(age={"type": "integer", "min": 9, "max": 1}), "'age': min and max must be"),
     "range of fractions": (lambda: _schema(age={"type": "integer", "min": 0.5, "max": 9}), "of type integer"),
     "endless range": (lambda: _text('{"age": {"type": "number", "min": 0, "max": Infinity}}'), "of type number"),
-    "exponents": (lambda: _schema(age={"type": "number", "min": 0, "max": 1e-5}), "column 'age': 1e-05 is written with"),
-    "no number": (lambda: _text('{"a": {"type": "category", "values": [1, NaN]}}'), "column 'a': nan is written with"),
+    "exponents": (lambda: _schema(age={"type": "number", "min": 0, "max": 1e-5}), "column 'age': 1e-05 is not a number in"),
+    "no number": (lambda: _text('{"a": {"type": "category", "values": [1, NaN]}}'), "column 'a': nan is not a number in"),
     "optional, perhaps": (lambda: _schema(age=SCHEMA["age"] | {"optional": "no"}), "optional must be true or false"),
     "one value twice": (lambda: _schema(sick={"type": "category", "values": [1, "1"]}), "'sick': values must be"),
     "no values": (lambda: _schema(sick={"type": "category", "values": []}), "'sick': values must be"),
+    "values of a number": (lambda: _schema(sick={"type": "category", "values": 5}), "'sick': values must be"),
     "values of a string": (lambda: _schema(sick={"type": "category", "values": "yes"}), "'sick': values must be"),
     "a column that there is not": (lambda: _schema(height=SCHEMA["age"]), "no column 'height' (--schema)"),
     "users are published": (
@@ -405,6 +406,10 @@ def test_a_tokenizer_that_cannot_write_a_category_is_refused(folder, capsys, tmp
     assert "schema=schema.json: the tokenizer of the model cannot write" in last and "Köln" in last
 
 
+def test_no_rare_value_is_cut_off_by_default(folder):
+    assert synthetic.parse(words())[0].top_p == 1
+
+
 def test_too_few_rows_are_warned_of(tmp_path, monkeypatch, tokenizer, caplog):
     monkeypatch.chdir(tmp_path)
     schema = schema_of(SCHEMA)
@@ -438,7 +443,7 @@ def test_half_a_character_is_not_text(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     schema = schema_of({"note": {"type": "text"}})
     assert schema.parse(r'{"note":"a\ud83d\ude00"}') == ("a\U0001f600",)
-    assert schema.parse(r'{"note":"a\ud83d"}') is None
+    assert [schema.parse(text) for text in (r'{"note":"a\ud83d"}', '{"no', "")] == [None] * 3  # or is cut off
     with pytest.raises(DPConfigError, match="row 1: 'note' is missing, or is not"):
         schema.rows(Table("t", {"note": ["a\ud83d"]}))
 
