@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 from recipes.embedded.build import make_gpt2_tokenizer, make_tokenizer
+from recipes.table_schema import Schema
 from tests.recipes.texts import DOCUMENTS, PAIRS, POSITIONS
 
 SYNTHETIC = {  # flags of a tiny run of recipes/synthetic.py
@@ -26,6 +28,19 @@ SYNTHETIC = {  # flags of a tiny run of recipes/synthetic.py
     "lora_r": "2", "lora_target_modules": "all-linear", "report_to": "none", "save_strategy": "no",
     "output_dir": "out", "private_state_dir": "keys", "use_cpu": "true", "eval_data_privacy": "public",
 }  # fmt: skip
+CITIES = ["Bonn", "Köln, Porz", "Ulm"]
+SCHEMA: dict[str, dict[str, Any]] = {
+    "age": {"type": "integer", "min": 20, "max": 29},
+    "weight": {"type": "number", "min": 50, "max": 80, "optional": True},
+    "city": {"type": "category", "values": CITIES},
+    "sick": {"type": "category", "values": ["no", "yes"]},
+}
+
+
+def schema_of(described: dict[str, Any]) -> Schema:
+    """A schema that was written and read."""
+    Path("s.json").write_text(json.dumps(described))
+    return Schema.of_file("s.json")
 
 
 def as_words(flags: Mapping[str, str | None]) -> list[str]:
