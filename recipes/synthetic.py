@@ -19,7 +19,7 @@
    compares rows with training records is exact, so it goes to the private folder.
 
 With a schema (`recipes/table_schema.py`), a record is a row of a table, {"age":43,"city":"Bonn"}, the counts are those
-of each column, and what is sampled is confined to rows that fit the schema.
+of each column, alone or with the label, and what is sampled is confined to rows that fit the schema.
 
 The flags are those of `recipes/sft.py` and of `SyntheticArguments`. To protect people who have several rows:
 `--privacy_unit user --user_id_column person`.
@@ -103,7 +103,7 @@ class SyntheticArguments:
         None, "For a table without a text: a JSON file with the type of each column, which is published."
     )
     label_column: str | None = options.flag(
-        None, "A category of the schema, for a classifier trained on synthetic and tested on held-out rows."
+        None, "A category of the schema that others are to predict: counted together with each of them."
     )
     num_rows: int = options.flag(1000, "Synthetic rows.")
     oversampling: float = options.flag(1.5, "Texts that are sampled for each row that is kept, >= 1.")
@@ -195,13 +195,12 @@ def parse(argv: list[str]) -> tuple[SyntheticArguments, DPSFTConfig, ModelConfig
     )
     if args.top_p is None:
         args.top_p = 0.95 if args.schema is None else 1.0
-    for name, most in (("histogram_share", 0.9), ("top_p", 1.0), ("temperature", 100.0)):
-        if not 0 < getattr(args, name) <= most:
-            raise DPConfigError(f"{name}={getattr(args, name)}: must be above 0 and at most {most:.3g}. Correct it.")
+    ranges = {"histogram_share": (1e-3, 0.9), "top_p": (1e-3, 1), "temperature": (1e-3, 100), "oversampling": (1, 100)}
+    for name, (least, most) in ranges.items():
+        if not least <= getattr(args, name) <= most:
+            raise DPConfigError(f"{name}={getattr(args, name)}: must be from {least} to {most}. Correct it.")
     if args.label_column is not None and args.schema is None:
         raise DPConfigError(f"label_column={args.label_column}: needs a schema. Of texts, use --control_columns.")
-    if not 1 <= args.oversampling <= 100:
-        raise DPConfigError(f"oversampling={args.oversampling}: must be from 1 to 100. Use 1.5.")
     return args, training_args, model_args, is_embedded
 
 
@@ -212,8 +211,7 @@ def load_tables(args: SyntheticArguments, is_embedded: bool) -> tuple[Table, Tab
         DPConfigError: if a file cannot be read or lacks a column.
     """
     if is_embedded:
-        tables = read_corpus().tables()
-        found: list[Table | None] = [tables["train"], tables["validation"]]
+        found: list[Table | None] = [*map(read_corpus().tables().get, ("train", "validation"))]
     else:
         files = {"train_file": args.train_file, "validation_file": args.validation_file}
         found = [
@@ -337,11 +335,8 @@ def check_schema(args: SyntheticArguments, training_args: DPSFTConfig) -> Schema
             "published. Leave it out of the schema."
         )
     kinds = {column.name: column.type for column in schema.columns}
-    if label is not None and (kinds.get(label) != "category" or len(kinds) < 2 or args.validation_file is None):
-        raise DPConfigError(
-            f"label_column={label}: must be a category of the schema, which has other columns, too, and needs "
-            "held-out rows to test on. Correct it, or add --validation_file."
-        )
+    if label is not None and (kinds.get(label) != "category" or len(kinds) < 2):
+        raise DPConfigError(f"label_column={label}: must be a category of a schema with other columns. Correct it.")
     return schema
 
 

@@ -28,7 +28,7 @@ PROMPT = "row:"
 
 
 class TableRows:
-    """Rows of a table, with a histogram of each column.
+    """Rows of a table, with a histogram of each column, or of each together with the label.
 
     Args:
         args: `SyntheticArguments`.
@@ -42,8 +42,9 @@ class TableRows:
 
     def __init__(self, args: Any, schema: Schema, train: Sequence[Row], held_out: Sequence[Row], seed: int):
         self._args, self._schema, self._train, self._held_out, self._seed = args, schema, train, held_out, seed
-        self.columns, self.cells, self.sizes = schema.names, schema.cells(train), schema.sizes
-        self.meaning = repr(schema)
+        self.columns, self.cells, self.meaning = schema.names, self._counted(schema.cells(train)), repr(schema)
+        lasts = self._counted({name: [size - 1] for name, size in schema.sizes.items()})
+        self.sizes = {name: last + 1 for name, [last] in lasts.items()}
         self.texts = [*map(schema.write, train)]
         self._example = max(schema.examples, key=len)
         self.codes, self.least = [PROMPT], f"a row such as '{self._example}'"
@@ -76,7 +77,7 @@ class TableRows:
         return found
 
     def make(self, model: Any, tokenizer: PreTrainedTokenizerBase, counts: Histograms, max_length: int) -> Made:
-        """As `TextRows.make`: rows that fit the schema, drawn so that each column has the shares of its counts.
+        """As `TextRows.make`: rows that fit the schema, drawn so that each histogram has the shares of its counts.
 
         Raises:
             DPConfigError: if no sampled row ends.
@@ -98,31 +99,43 @@ class TableRows:
             )
         if len(found) < args.num_rows:
             logger.warning(f"Only {len(found)} of {wanted} sampled rows end within {max_length} tokens.")
-        cells = [np.array(places) for places in self._schema.cells(found).values()]
-        weights = rake(cells, [shares(counts[name]) for name in self.columns])
+        cells = [np.array(places) for places in self._counted(self._schema.cells(found)).values()]
+        weights = rake(cells, [shares(counts[name]) for name in self.sizes])
         keys = np.random.default_rng(self._seed).exponential(size=len(found)) / weights
         rows = [found[place] for place in np.sort(np.argsort(keys)[: args.num_rows])]
         return [*zip(*rows, strict=True)], functools.partial(self._scores, rows, counts, {"rows": len(rows)})
 
+    def _counted(self, cells: Mapping[str, list[int]]) -> Mapping[str, list[int]]:
+        """Places in the histograms that are counted: those of the columns, or of pairs of the label and a column.
+
+        Sampled columns hardly know of each other after the few steps of a private run; chosen by such pairs, they
+        tell the label.
+        """
+        label, sizes = self._args.label_column, self._schema.sizes
+        if label is None:
+            return cells
+        pairs = ((name, zip(cells[label], cells[name], strict=True)) for name in cells if name != label)
+        return {f"{label}_and_{name}": [one * sizes[name] + other for one, other in both] for name, both in pairs}
+
     def _scores(self, rows: Sequence[Row], counts: Histograms, scores: Scores) -> tuple[Scores, Scores]:
-        exact, known = {"copies_of_whole_records": _share_in(rows, self._train)}, {"counts": counts}
-        made = self._schema.cells(rows)
+        made, tested = map(self._schema.cells, (rows, self._held_out))
+        train, known = {*self._train}, {"counts": (self._counted(made), counts)}
+        exact = {"copies_of_whole_records": float(np.mean([row in train for row in rows]))}
         if self._held_out:
-            exact["copies_of_whole_records_among_held_out_rows"] = _share_in(self._held_out, self._train)
-            tested = self._schema.cells(self._held_out)
-            known["held_out_rows"] = {name: np.bincount(cells) for name, cells in tested.items()}
+            exact["copies_of_records_among_held_out_rows"] = float(np.mean([row in train for row in self._held_out]))
+            known["held_out_rows"] = made, {name: np.bincount(cells) for name, cells in tested.items()}
             if self._args.label_column:
                 scores["accuracy_of_synthetic"] = self._accuracy(made, tested)
-                exact["accuracy_of_real"] = self._accuracy(self.cells, tested)
-        for where, histograms in known.items():
+                exact["accuracy_of_real"] = self._accuracy(self._schema.cells(self._train), tested)
+        for where, (places, histograms) in known.items():
             for name, histogram in histograms.items():
-                scores[f"distance_of_{name}_from_{where}"] = distance_of(np.array(made[name]), histogram)
+                scores[f"distance_of_{name}_from_{where}"] = distance_of(np.array(places[name]), histogram)
         return scores, exact
 
     def _accuracy(self, train: Mapping[str, list[int]], test: Mapping[str, list[int]]) -> float:
         """Of the label, by the cells of the other columns."""
         label = self._args.label_column
-        sizes = [size for name, size in self.sizes.items() if name != label]
+        sizes = [size for name, size in self._schema.sizes.items() if name != label]
         others = [[*zip(*(cells[name] for name in cells if name != label), strict=True)] for cells in (train, test)]
         vectors = [vectors_of(cells, sizes).numpy() for cells in others]
         return accuracy(vectors[0], train[label], vectors[1], test[label])
@@ -130,7 +143,10 @@ class TableRows:
 
 def _matcher(tokenizer: PreTrainedTokenizerBase, schema: Schema) -> Any:
     """Make llguidance's matcher of a row. Above log_level=0 it would print tokens of records."""
-    of_model = import_extra("llguidance.hf", "--schema").from_tokenizer(tokenizer)
+    try:
+        of_model = import_extra("llguidance.hf", "--schema").from_tokenizer(tokenizer)
+    except ValueError as error:
+        raise DPConfigError(f"schema: llguidance cannot read this tokenizer ({error}). Use another model.") from None
     return import_extra("llguidance", "--schema").LLMatcher(of_model, schema.grammar, log_level=0)
 
 
@@ -152,8 +168,3 @@ class Fits(LogitsProcessor):
         bits = np.stack([np.frombuffer(row.compute_bitmask(), np.uint8) for row in self._rows])
         may_be = np.unpackbits(bits, axis=1, count=scores.shape[1], bitorder="little")  # 0 beyond the tokenizer's
         return scores.masked_fill(torch.from_numpy(may_be == 0).to(scores.device), -torch.inf)
-
-
-def _share_in(rows: Sequence[Row], others: Sequence[Row]) -> float:
-    known = set(others)
-    return float(np.mean([row in known for row in rows]))

@@ -18,7 +18,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -206,10 +206,9 @@ class Schema:
         rows = ([some[i % len(some)] for some in kinds] for i in range(max(map(len, kinds))))
         return [self.write(tuple(one.fit(end) for one, end in zip(self.columns, row, strict=True))) for row in rows]
 
-    def cells(self, rows: Iterable[Row]) -> dict[str, list[int]]:
+    def cells(self, rows: Sequence[Row]) -> dict[str, list[int]]:
         """Column -> place of each row's value in its histogram."""
-        columns = zip(*rows, strict=True)
-        return {one.name: list(map(one.cell, values)) for one, values in zip(self.columns, columns, strict=True)}
+        return {one.name: [one.cell(row[i]) for row in rows] for i, one in enumerate(self.columns)}
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -83,10 +83,12 @@ def test_one_command_makes_a_table_of_the_schema(folder, capsys):
         assert not weight or 50 <= float(weight) <= 80
     assert len({row[0] for row in rows}) > 1
     scores = json.loads(Path("out/evaluation.json").read_text())
-    assert {f"distance_of_{name}_from_{of}" for name in SCHEMA for of in ("counts", "held_out_rows")} <= scores.keys()
+    assert {f"distance_of_{name}_from_held_out_rows" for name in SCHEMA} <= scores.keys()
+    pairs = {f"distance_of_sick_and_{name}_from_counts" for name in SCHEMA if name != "sick"}
+    assert {name for name in scores if name.endswith("_counts")} == pairs
     assert 0 <= scores["accuracy_of_synthetic"] <= 100
     card = Path("out/dataset/README.md").read_text()
-    assert "| distance of age from counts | " in card and "`age`, `weight`, `city`, `sick`" in card
+    assert "| distance of sick and age from counts | " in card and "`age`, `weight`, `city`, `sick`" in card
     assert 7.5 < read_report("out").epsilon <= 8
     assert "public schema" in Path("out/privacy/statement.md").read_text()
     for path in (Path("out"), Path("out") / FOLDER):
@@ -103,7 +105,7 @@ def test_users_and_json_lines_keep_their_types(folder, capsys):
     rows = [dict(zip(SCHEMA, record(i), strict=True), sick=i % 2 == 0, person=i % 20) for i in range(60)]
     Path("train.jsonl").write_text("".join(json.dumps(row | {"age": int(row["age"])}) + "\n" for row in rows))
     of_users = {"privacy_unit": "user", "user_id_column": "person", "expected_batch_size": "8"}
-    flags = words(train_file="train.jsonl", validation_file=None, label_column=None, **of_users)
+    flags = words(train_file="train.jsonl", validation_file=None, **of_users)
 
     assert synthetic.run(flags) == 0, capsys.readouterr().err
     made = [json.loads(line) for line in Path("out/dataset/synthetic.jsonl").open()]
@@ -197,7 +199,9 @@ BAD = {  # what is wrong -> how to make it, part of the message
         lambda: _schema(city={"type": "number", "min": 1, "max": 99, "optional": True}), "no value of 'city' is what"
     ),
     "label of numbers": (lambda: {"label_column": "age"}, "label_column=age: must be a category"),
-    "label without held-out rows": (lambda: {"validation_file": None}, "label_column=sick: must be a category"),
+    "a label alone": (
+        lambda: _text('{"sick": {"type": "category", "values": ["no", "yes"]}}'), "of a schema with other columns"
+    ),
     "label without a schema": (lambda: {"schema": None, "text_column": "city"}, "label_column=sick: needs a schema"),
     "control columns": (lambda: {"control_columns": "sick"}, "control_columns: is for texts"),
     "public text": (lambda: {"public_file": "test.csv"}, "public_file: is for texts"),
@@ -299,7 +303,9 @@ def test_row_to_text_to_row_is_the_identity(tmp_path, tokenizer, seed):
         assert column.fit(value) == value and 0 <= column.cell(value) < column.num_cells
 
 
-ARGS = SimpleNamespace(schema="s.json", num_rows=8, oversampling=1, sampling_batch_size=4, top_p=1.0, temperature=1.0)
+ARGS = SimpleNamespace(
+    schema="s.json", label_column=None, num_rows=8, oversampling=1, sampling_batch_size=4, top_p=1.0, temperature=1.0
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -392,6 +398,15 @@ def test_a_tokenizer_that_cannot_write_a_category_is_refused(folder, capsys, tmp
     assert "schema=schema.json: the tokenizer of the model cannot write" in last and "Köln" in last
 
 
+def test_a_tokenizer_that_no_grammar_can_read_is_refused(folder, capsys):
+    made = Tokenizer(models.Unigram([("<unk>", 0.0), ("\u2581", -2.0), ("a", -3.0)], 0))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="a", unk_token="<unk>").save_pretrained("odd")
+    GPT2LMHeadModel(GPT2Config(vocab_size=3, n_embd=8, n_layer=1, n_head=1, eos_token_id=2)).save_pretrained("odd")
+    last = refusal(synthetic.run(words(model_name_or_path="odd")), capsys)
+    assert last.startswith("error: schema: llguidance cannot read this tokenizer (")
+
+
 def test_no_rare_value_is_cut_off_by_default(folder):
     assert synthetic.parse(words())[0].top_p == 1
 
@@ -413,6 +428,50 @@ def test_a_number_with_an_exponent_is_learned_and_not_printed(tmp_path, monkeypa
     learned = [label for label in record["labels"] if label != -100]
     assert AutoTokenizer.from_pretrained(model).decode(learned).startswith("1e-07")
     assert "".join(capfd.readouterr()) == ""  # the grammar has no exponents, and its library would quote it
+
+
+@pytest.mark.parametrize("label", [None, "sick", "city"])
+def test_a_record_is_in_one_place_of_each_histogram(tmp_path, monkeypatch, label):
+    """Of each column, or of each pair with the label: every pair of values has a place of its own."""
+    monkeypatch.chdir(tmp_path)
+    schema = schema_of({name: one for name, one in SCHEMA.items() if name != "weight"})
+    rows = [*itertools.product(range(20, 30), CITIES, ["no", "yes"])]
+    data = TableRows(SimpleNamespace(**vars(ARGS) | {"label_column": label}), schema, rows, [], 0)
+    of_each = {name: [row[i] for row in rows] for i, name in enumerate(schema.names)}
+    if label is not None:
+        values = of_each.pop(label)
+        of_each = {f"{label}_and_{name}": [*zip(values, found, strict=True)] for name, found in of_each.items()}
+    assert data.cells.keys() == data.sizes.keys() == of_each.keys()
+    for name, cells in data.cells.items():
+        assert len({*zip(cells, of_each[name], strict=True)}) == len({*cells}) == data.sizes[name]
+        assert {*cells} == {*range(data.sizes[name])}
+    assert [TableRows(data._args, schema, [row], [], 0).cells for row in rows] == [
+        {name: [cells[i]] for name, cells in data.cells.items()} for i in range(len(rows))
+    ]
+
+
+def test_rows_are_chosen_by_what_columns_tell_of_the_label(tmp_path, monkeypatch, tokenizer):
+    """The model knows nothing of it, as after a few private steps: it samples all pairs equally often."""
+    monkeypatch.chdir(tmp_path)
+    schema = schema_of({"city": SCHEMA["city"], "sick": SCHEMA["sick"], "age": SCHEMA["age"]})
+    every = itertools.cycle(itertools.product(CITIES, ["no", "yes"], range(20, 30)))
+    monkeypatch.setattr(
+        "recipes.synthetic_table.sample",
+        lambda m, t, prompts, *_: [(schema.write(next(every)), True) for _ in prompts],
+    )
+    args = SimpleNamespace(**vars(ARGS) | {"label_column": "sick", "num_rows": 240, "oversampling": 4})
+    train = [(city, "yes" if city == "Bonn" else "no", age) for city in CITIES for age in range(20, 30)] * 50
+    data = TableRows(args, schema, train, train, 0)
+    rng = np.random.default_rng(0)
+    counts = {
+        name: (np.bincount(data.cells[name], minlength=size) + rng.normal(0, 9, size)).round().clip(0).astype(int)
+        for name, size in data.sizes.items()
+    }
+    columns, compute_scores = data.make(None, tokenizer, counts, 128)
+    told = [(city == "Bonn") == (sick == "yes") for city, sick, _ in zip(*columns, strict=True)]
+    assert np.mean(told) > 0.95  # 0.5 of what was sampled
+    scores, _ = compute_scores()
+    assert scores["accuracy_of_synthetic"] == 100 and scores["distance_of_sick_and_city_from_counts"] < 0.1
 
 
 def test_raking_gives_each_column_its_shares():
