@@ -158,7 +158,7 @@ def fill(template: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -> 
 
     def filled(text: str, pair: str = "") -> dict[str, Any]:
         texts = [part.replace(gap, " ") if gap else part for part in (text, pair)]
-        sizes = [_num_tokens(part, tokenizer) for part in texts]
+        sizes = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
         first = min(sizes[0], max(room - sizes[1], room - room // 2 if sizes[1] else room))
         parts = [_cut(texts[0], first, tokenizer), _cut(texts[1], room - min(first, sizes[0]), tokenizer)]
         while True:
@@ -182,10 +182,6 @@ def _without_ending(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> 
 def _put(template: str, **texts: str) -> str:
     """Put texts into a template at once: one that holds {pair} itself stays as it is."""
     return re.sub(r"\{(text|pair)\}", lambda found: texts[found.group(1)], template)
-
-
-def _num_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _cut(text: str, most: int, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -62,7 +62,9 @@ def check_evaluates_exactly(training_args: DPTrainingArguments) -> None:
 def train(trainer: Trainer, training_args: DPTrainingArguments) -> None:
     """Training, and what of its numbers may be kept."""
     result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-    metrics = {**result.metrics, **train_size(trainer)}
+    users = num_users(trainer)
+    size = {"train_samples": len(trainer.train_dataset)} if users is None else {"train_users": users}
+    metrics = {**result.metrics, **size}
     trainer.save_model()
     trainer.log_metrics("train", {k: v for k, v in metrics.items() if k != "delta"})  # it would round to 0.0
     hidden = TIMINGS if isinstance(trainer, DPTrainerMixin) else ()
@@ -74,12 +76,6 @@ def num_users(trainer: Trainer) -> int | None:
     """Number of users, where users are protected: then the number of their records is private."""
     plan = trainer.plan if isinstance(trainer, DPTrainerMixin) else None
     return None if plan is None else plan.num_users
-
-
-def train_size(trainer: Trainer) -> dict[str, int]:
-    """How large the training set is, as far as that is public."""
-    users = num_users(trainer)
-    return {"train_samples": len(trainer.train_dataset)} if users is None else {"train_users": users}
 
 
 def size_line(trainer: Trainer, records: str) -> tuple[str, str]:

@@ -1,8 +1,6 @@
 """A synthetic split in the files of the StackOverflow benchmark: the embedded job, and measurements of its cost.
 
-    python -m recipes.stackoverflow_synthetic FOLDER --num_users 12600
-
-writes ``stackoverflow.sqlite`` with the splits train and heldout, ``stackoverflow.word_count`` and
+`write` makes ``stackoverflow.sqlite`` with the splits train and heldout, ``stackoverflow.word_count`` and
 ``stackoverflow.tag_count``. Like the real split it has 397 rows per user on average and a power law of at least 25 %
 of that (Pareto, exponent 1.337), a Zipf law of words and tags, and words outside the vocabulary. A word often follows
 its predecessor, sentences end in a full stop, and posts hold words of their tags, so that both tasks can be learned.
@@ -11,7 +9,6 @@ Nobody wrote any of it.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -147,15 +144,3 @@ def _varint(value: int) -> bytes:
         out += bytes([value & 127 | 128])
         value >>= 7
     return out + bytes([value])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--num_users", type=int, default=12_600, help="397 rows each: 5 million rows")
-    arguments = parser.parse_args()
-    print(write(arguments.folder, num_users=arguments.num_users))
-
-
-if __name__ == "__main__":
-    main()

@@ -225,7 +225,7 @@ class _Program:
 
     def _solve(self, spectrum: np.ndarray) -> np.ndarray:
         """The multipliers with the least ``int psi |B|^2`` on the grid, (2 M + 1,)."""
-        cp = _cvxpy()
+        cp = import_extra("cvxpy", "The bound for smooth, strongly convex losses")
         omega, lags = self.frequencies, np.delete(np.arange(-self._tau_max, self._tau_max + 1), self._tau_max)
         middle, others = cp.Variable(nonneg=True), cp.Variable(len(lags), nonneg=True)
         unit = 1 / (self._mu * self._L)  # so that the numbers the solver sees are near 1; likewise `scale`
@@ -249,10 +249,6 @@ class _Program:
         found = np.insert(self._sign * np.maximum(others.value, 0), self._tau_max, 0.0)
         found[self._tau_max] = max(float(middle.value), np.abs(found).sum())
         return unit * found
-
-
-def _cvxpy() -> Any:
-    return import_extra("cvxpy", "The bound for smooth, strongly convex losses")
 
 
 def _spectrum(noise: ToeplitzStrategy, num: int) -> np.ndarray:
