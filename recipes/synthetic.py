@@ -11,7 +11,7 @@
         --model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct --use_peft
 
 1. Private counts, one noisy vector (`recipes/histogram.py`): of the combinations of the control columns, of lengths,
-   and of the nearest cluster of public embeddings. They take `histogram_share` of target_epsilon.
+   and of combinations with the nearest cluster of public embeddings. They take `histogram_share` of target_epsilon.
 2. `DPSFTTrainer` finetunes the model on "column: value .. length: .. text:" -> text; its budget includes the counts.
 3. More rows than asked for are sampled, with columns and lengths drawn from the counts, and those are kept whose
    clusters have the counted shares (arXiv:2402.13659).
@@ -67,7 +67,7 @@ from recipes import options, running, sft
 from recipes.embedded.corpus import read_corpus
 from recipes.histogram import release_counts
 from recipes.synthetic_table import TableRows
-from recipes.synthetic_text import Controls, TextRows
+from recipes.synthetic_text import MOST_PAIRS, Controls, TextRows
 from recipes.table_schema import HALF, KEYS, Schema
 from recipes.tables import TEXT_EXTENSIONS, Table, check_columns, read_table
 
@@ -106,7 +106,7 @@ class SyntheticArguments:
         None, "A category of the schema that others are to predict: counted together with each of them."
     )
     num_rows: int = options.flag(1000, "Synthetic rows.")
-    oversampling: float = options.flag(1.5, "Texts that are sampled for each row that is kept, >= 1.")
+    oversampling: float = options.flag(3.0, "Texts that are sampled for each row that is kept, >= 1.")
     num_clusters: int = options.flag(50, "Clusters of public embeddings.")
     histogram_share: float = options.flag(0.1, "Part of target_epsilon for the private counts, at most 0.9.")
     encoder_name_or_path: str | None = options.flag(
@@ -211,7 +211,8 @@ def load_tables(args: SyntheticArguments, is_embedded: bool) -> tuple[Table, Tab
         DPConfigError: if a file cannot be read or lacks a column.
     """
     if is_embedded:
-        found: list[Table | None] = [*map(read_corpus().tables().get, ("train", "validation"))]
+        tables = read_corpus().tables()
+        found: list[Table | None] = [tables["train"], tables["validation"]]
     else:
         files = {"train_file": args.train_file, "validation_file": args.validation_file}
         found = [
@@ -334,9 +335,13 @@ def check_schema(args: SyntheticArguments, training_args: DPSFTConfig) -> Schema
             f"schema={args.schema}: column {training_args.user_id_column!r} has the users, and would be imitated and "
             "published. Leave it out of the schema."
         )
-    kinds = {column.name: column.type for column in schema.columns}
-    if label is not None and (kinds.get(label) != "category" or len(kinds) < 2):
-        raise DPConfigError(f"label_column={label}: must be a category of a schema with other columns. Correct it.")
+    kinds, sizes = {column.name: column.type for column in schema.columns}, schema.sizes
+    pairs = max((size * sizes.get(str(label), 0) for name, size in sizes.items() if name != label), default=0)
+    if label is not None and (kinds.get(label) != "category" or not 0 < pairs <= MOST_PAIRS):
+        raise DPConfigError(
+            f"label_column={label}: must be a category of a schema with other columns, and its values make at most "
+            f"{MOST_PAIRS} pairs with those of each (now {pairs}), or noise would hide them. Use another column."
+        )
     return schema
 
 

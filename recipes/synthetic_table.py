@@ -19,7 +19,7 @@ from hf_dpopt import DPConfigError
 from hf_dpopt.common.extras import import_extra
 from recipes.histogram import vectors_of
 from recipes.synthetic_scores import accuracy, distance_of
-from recipes.synthetic_text import Histograms, Made, Scores, rake, sample, shares
+from recipes.synthetic_text import Histograms, Made, Scores, resample, sample
 from recipes.table_schema import Row, Schema
 
 logger = logging.getLogger(__name__)
@@ -42,9 +42,10 @@ class TableRows:
 
     def __init__(self, args: Any, schema: Schema, train: Sequence[Row], held_out: Sequence[Row], seed: int):
         self._args, self._schema, self._train, self._held_out, self._seed = args, schema, train, held_out, seed
-        self.columns, self.cells, self.meaning = schema.names, self._counted(schema.cells(train)), repr(schema)
-        lasts = self._counted({name: [size - 1] for name, size in schema.sizes.items()})
-        self.sizes = {name: last + 1 for name, [last] in lasts.items()}
+        self.columns, label, sizes = schema.names, args.label_column, schema.sizes
+        self.cells, self.meaning = self._counted(schema.cells(train)), repr((schema, label))
+        pairs = {f"{label}_and_{name}": sizes[label] * sizes[name] for name in sizes if label not in (None, name)}
+        self.sizes = pairs or sizes
         self.texts = [*map(schema.write, train)]
         self._example = max(schema.examples, key=len)
         self.codes, self.least = [PROMPT], f"a row such as '{self._example}'"
@@ -79,6 +80,8 @@ class TableRows:
     def make(self, model: Any, tokenizer: PreTrainedTokenizerBase, counts: Histograms, max_length: int) -> Made:
         """As `TextRows.make`: rows that fit the schema, drawn so that each histogram has the shares of its counts.
 
+        Those of pairs have the counts of the label between them.
+
         Raises:
             DPConfigError: if no sampled row ends.
         """
@@ -99,10 +102,13 @@ class TableRows:
             )
         if len(found) < args.num_rows:
             logger.warning(f"Only {len(found)} of {wanted} sampled rows end within {max_length} tokens.")
-        cells = [np.array(places) for places in self._counted(self._schema.cells(found)).values()]
-        weights = rake(cells, [shares(counts[name]) for name in self.sizes])
-        keys = np.random.default_rng(self._seed).exponential(size=len(found)) / weights
-        rows = [found[place] for place in np.sort(np.argsort(keys)[: args.num_rows])]
+        cells, num = self._schema.cells(found), self._schema.sizes.get(args.label_column, 1)
+        tables = [one.reshape(num, -1) for one in counts.values()]
+        of_labels = np.average([one.sum(1) for one in tables], 0, [1 / one.shape[1] for one in tables])  # by variance
+        labels = np.array(cells.get(args.label_column, [0] * len(found))), of_labels
+        others = [(np.array(some), counts[name]) for name, some in self._counted(cells).items()]
+        rng = np.random.default_rng(self._seed)
+        rows = [found[place] for place in resample(labels, others, args.num_rows, rng)]
         return [*zip(*rows, strict=True)], functools.partial(self._scores, rows, counts, {"rows": len(rows)})
 
     def _counted(self, cells: Mapping[str, list[int]]) -> Mapping[str, list[int]]:
@@ -114,8 +120,8 @@ class TableRows:
         label, sizes = self._args.label_column, self._schema.sizes
         if label is None:
             return cells
-        pairs = ((name, zip(cells[label], cells[name], strict=True)) for name in cells if name != label)
-        return {f"{label}_and_{name}": [one * sizes[name] + other for one, other in both] for name, both in pairs}
+        of_label, others = np.array(cells[label]), {name: some for name, some in cells.items() if name != label}
+        return {f"{label}_and_{name}": (of_label * sizes[name] + some).tolist() for name, some in others.items()}
 
     def _scores(self, rows: Sequence[Row], counts: Histograms, scores: Scores) -> tuple[Scores, Scores]:
         made, tested = map(self._schema.cells, (rows, self._held_out))
@@ -124,7 +130,7 @@ class TableRows:
         if self._held_out:
             exact["copies_of_records_among_held_out_rows"] = float(np.mean([row in train for row in self._held_out]))
             known["held_out_rows"] = made, {name: np.bincount(cells) for name, cells in tested.items()}
-            if self._args.label_column:
+            if self._args.label_column is not None:
                 scores["accuracy_of_synthetic"] = self._accuracy(made, tested)
                 exact["accuracy_of_real"] = self._accuracy(self._schema.cells(self._train), tested)
         for where, (places, histograms) in known.items():
@@ -135,18 +141,20 @@ class TableRows:
     def _accuracy(self, train: Mapping[str, list[int]], test: Mapping[str, list[int]]) -> float:
         """Of the label, by the cells of the other columns."""
         label = self._args.label_column
-        sizes = [size for name, size in self._schema.sizes.items() if name != label]
-        others = [[*zip(*(cells[name] for name in cells if name != label), strict=True)] for cells in (train, test)]
-        vectors = [vectors_of(cells, sizes).numpy() for cells in others]
+        sizes = {name: size for name, size in self._schema.sizes.items() if name != label}
+        others = [[*zip(*(cells[name] for name in sizes), strict=True)] for cells in (train, test)]
+        vectors = [vectors_of(cells, [*sizes.values()]).numpy() for cells in others]
         return accuracy(vectors[0], train[label], vectors[1], test[label])
 
 
 def _matcher(tokenizer: PreTrainedTokenizerBase, schema: Schema) -> Any:
     """Make llguidance's matcher of a row. Above log_level=0 it would print tokens of records."""
+    wrap = import_extra("llguidance.hf", "--schema").from_tokenizer
     try:
-        of_model = import_extra("llguidance.hf", "--schema").from_tokenizer(tokenizer)
+        of_model = wrap(tokenizer)
     except ValueError as error:
-        raise DPConfigError(f"schema: llguidance cannot read this tokenizer ({error}). Use another model.") from None
+        what = f"model_name_or_path={tokenizer.name_or_path}: llguidance cannot read its tokenizer"
+        raise DPConfigError(f"{what} ({str(error).split(':')[0]}). Use another model.") from None
     return import_extra("llguidance", "--schema").LLMatcher(of_model, schema.grammar, log_level=0)
 
 

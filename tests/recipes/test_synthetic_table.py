@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,7 +122,7 @@ def test_no_row_that_ends_is_one_line_and_keeps_the_model(folder, capsys, monkey
     )
     assert synthetic.run(words(num_rows="2")) == 2
     last = capsys.readouterr().err.rstrip().splitlines()[-1]
-    assert last.startswith("error: max_length=128: none of 3 sampled rows ends within it.") and "costs nothing" in last
+    assert last.startswith("error: max_length=128: none of 6 sampled rows ends within it.") and "costs nothing" in last
     assert Path("out/adapter_model.safetensors").exists()
 
 
@@ -201,6 +202,9 @@ BAD = {  # what is wrong -> how to make it, part of the message
     "label of numbers": (lambda: {"label_column": "age"}, "label_column=age: must be a category"),
     "a label alone": (
         lambda: _text('{"sick": {"type": "category", "values": ["no", "yes"]}}'), "of a schema with other columns"
+    ),
+    "more pairs than counts can bear": (
+        lambda: _schema(sick={"type": "category", "values": ["no", "yes", *map(str, range(90))]}), "each (now 1012)"
     ),
     "label without a schema": (lambda: {"schema": None, "text_column": "city"}, "label_column=sick: needs a schema"),
     "control columns": (lambda: {"control_columns": "sick"}, "control_columns: is for texts"),
@@ -404,7 +408,9 @@ def test_a_tokenizer_that_no_grammar_can_read_is_refused(folder, capsys):
     PreTrainedTokenizerFast(tokenizer_object=made, eos_token="a", unk_token="<unk>").save_pretrained("odd")
     GPT2LMHeadModel(GPT2Config(vocab_size=3, n_embd=8, n_layer=1, n_head=1, eos_token_id=2)).save_pretrained("odd")
     last = refusal(synthetic.run(words(model_name_or_path="odd")), capsys)
-    assert last.startswith("error: schema: llguidance cannot read this tokenizer (")
+    assert last == (
+        "error: model_name_or_path=odd: llguidance cannot read its tokenizer (can't determine decoder type). Use another model."
+    )
 
 
 def test_no_rare_value_is_cut_off_by_default(folder):
@@ -470,8 +476,46 @@ def test_rows_are_chosen_by_what_columns_tell_of_the_label(tmp_path, monkeypatch
     columns, compute_scores = data.make(None, tokenizer, counts, 128)
     told = [(city == "Bonn") == (sick == "yes") for city, sick, _ in zip(*columns, strict=True)]
     assert np.mean(told) > 0.95  # 0.5 of what was sampled
+    assert np.mean([sick == "yes" for _, sick, _ in zip(*columns, strict=True)]) == pytest.approx(1 / 3, abs=0.02)
     scores, _ = compute_scores()
     assert scores["accuracy_of_synthetic"] == 100 and scores["distance_of_sick_and_city_from_counts"] < 0.1
+
+
+def test_pairs_have_one_share_of_the_label_between_them(tmp_path, monkeypatch, tokenizer):
+    """The last column would have decided, whose wide pairs lift a rare label: noise below 0 is cut off there."""
+    monkeypatch.chdir(tmp_path)
+    wide = {"type": "category", "values": [str(i) for i in range(60)]}
+    schema = schema_of({"sick": SCHEMA["sick"], "age": SCHEMA["age"], "few": SCHEMA["city"], "wide": wide})
+    every = itertools.cycle(itertools.product(["no", "yes"], range(20, 30), CITIES[:1], ["0", "30"]))
+    monkeypatch.setattr(
+        "recipes.synthetic_table.sample",
+        lambda m, t, prompts, *_: [(schema.write(next(every)), True) for _ in prompts],
+    )
+    args = SimpleNamespace(**vars(ARGS) | {"label_column": "sick", "num_rows": 200, "oversampling": 5})
+    train = [("yes" if i % 20 == 0 else "no", 20 + i % 10, CITIES[i % 3], str(i % 60)) for i in range(2000)]
+    data, shares_of_yes = TableRows(args, schema, train, [], 0), []
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        counts = {
+            name: (np.bincount(data.cells[name], minlength=size) + rng.normal(0, 8, size)).round().clip(0).astype(int)
+            for name, size in data.sizes.items()
+        }
+        columns, _ = data.make(None, tokenizer, counts, 128)
+        shares_of_yes.append(columns[0].count("yes") / 200)
+    assert np.mean(shares_of_yes) == pytest.approx(0.05, abs=0.025)
+
+
+def test_counts_of_one_label_are_not_those_of_another(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    schema = schema_of({"a": SCHEMA["sick"], "a_and_a": SCHEMA["sick"]})
+    of_each = [SimpleNamespace(**vars(ARGS) | {"label_column": label}) for label in ("a", "a_and_a", None)]
+    assert len({TableRows(args, schema, [("no", "yes")], [], 0).meaning for args in of_each}) == 3
+
+
+def test_without_llguidance_its_name_is_said(folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
+    last = refusal(synthetic.run(words()), capsys)
+    assert "needs the package llguidance" in last and "tokenizer" not in last
 
 
 def test_raking_gives_each_column_its_shares():
@@ -479,8 +523,8 @@ def test_raking_gives_each_column_its_shares():
     first = rng.integers(2, size=2000)
     second = np.where(rng.random(2000) < 0.7, first, rng.integers(3, size=2000))
     wanted = [np.array([0.8, 0.2]), np.array([0.1, 0.3, 0.6])]
-    weights = rake([first, second], wanted)
+    weights = rake([*zip((first, second), wanted, strict=True)])
     for cells, target in zip((first, second), wanted, strict=True):
         assert np.bincount(cells, weights) / weights.sum() == pytest.approx(target, abs=1e-6)
-    weights = rake([np.array([0, 0, 1]), np.array([0, 1, 1])], [np.array([0.0, 1.0]), np.array([1.0, 0.0])])
+    weights = rake([(np.array([0, 0, 1]), np.array([0.0, 1.0])), (np.array([0, 1, 1]), np.array([1.0, 0.0]))])
     assert (weights > 0).all() and np.isfinite(weights).all()  # no weights have these shares
