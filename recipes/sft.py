@@ -301,9 +301,13 @@ def _is_filled(value: Any) -> bool:
 
 
 def embedded_rows() -> dict[str, list[dict[str, Any]]]:
-    """Split -> embedded conversations: prompts and their last answers, which alone are learned by any template."""
-    chats = {split: [row["messages"] for row in found] for split, found in read_chats().items()}
-    return {split: [{"prompt": chat[:-1], "completion": chat[-1:]} for chat in some] for split, some in chats.items()}
+    """Split -> embedded conversations."""
+    return {split: [as_pair(row) for row in found] for split, found in read_chats().items()}
+
+
+def as_pair(row: dict[str, Any]) -> dict[str, Any]:
+    """A conversation as a prompt with its last answer; only that is learned, with any chat template."""
+    return {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
 
 
 def prompt_of(row: dict[str, Any]) -> Any:
